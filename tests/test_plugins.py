@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every op's reference function against its plain NumPy reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.shape_inference
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_build.plugins.registry import plugins_by_name, register_schemas
+from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
+
+from .op_models import one_node_model, run_function, step_control
+
+many = settings(max_examples=25, deadline=None)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def check(name: str, inputs: list, attributes: dict, lengths: np.ndarray) -> None:
+    """Compare function and reference: the first output on valid rows, state outputs everywhere."""
+    plugin = plugins_by_name()[name]
+    before = [None if a is None else a.copy() for a in inputs]
+    got = run_function(name, inputs, attributes)
+    want = plugin.reference(*inputs, **{k: v for k, v in attributes.items()})
+    want = want if isinstance(want, tuple) else (want,)
+    valid = np.arange(got[0].shape[1]) < lengths[:, None]
+    np.testing.assert_allclose(got[0][valid], want[0][valid], atol=2e-5, rtol=2e-5)
+    for g, w in zip(got[1:], want[1:], strict=True):
+        np.testing.assert_allclose(g, w, atol=2e-5, rtol=2e-5)
+    for a, b in zip(inputs, before, strict=True):
+        assert a is None or np.array_equal(a, b, equal_nan=True)
+
+
+@many
+@given(seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9), ring=st.integers(0, 5), bias=st.booleans())
+def test_causal_conv1d(seed, batch, steps, ring, bias):
+    rng = np.random.default_rng(seed)
+    slots, channels, width = batch + 2, int(rng.integers(1, 7)), int(rng.integers(2, 5))
+    state = normal(rng, slots, width - 1 + ring, channels)
+    control = step_control(rng, batch, slots, steps, ring, 40)
+    inputs = [
+        normal(rng, batch, steps, channels),
+        normal(rng, channels, 1, width),
+        normal(rng, channels) if bias else None,
+        state,
+        *control,
+    ]
+    check("CausalConv1d", inputs, {}, control[3])
+
+
+@many
+@given(seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9), ring=st.integers(0, 5), clamp=st.booleans())
+def test_selective_scan(seed, batch, steps, ring, clamp):
+    rng = np.random.default_rng(seed)
+    slots, groups, per, head_dim, width = batch + 1, *(int(v) for v in rng.integers(1, 5, 4))
+    heads = groups * per
+    control = step_control(rng, batch, slots, steps, ring, 40)
+    pending = normal(rng, slots, ring, heads * head_dim + groups * width + heads)
+    pending[..., heads * head_dim + groups * width :] = np.abs(pending[..., heads * head_dim + groups * width :])
+    inputs = [
+        normal(rng, batch, steps, heads * head_dim),
+        normal(rng, batch, steps, heads),
+        normal(rng, batch, steps, groups * width),
+        normal(rng, batch, steps, groups * width),
+        normal(rng, heads),
+        normal(rng, heads),
+        normal(rng, heads),
+        normal(rng, slots, heads, head_dim, width),
+        pending,
+        *control,
+    ]
+    check("SelectiveScan", inputs, {"dt_min": 0.3, "dt_max": 0.9} if clamp else {}, control[3])
+
+
+@many
+@given(seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9))
+def test_cached_attention(seed, batch, steps):
+    rng = np.random.default_rng(seed)
+    slots, kv_heads, group, head_dim = batch + 1, *(int(v) for v in rng.integers(1, 5, 3))
+    order, past, _, lengths = step_control(rng, batch, slots, steps, 0, 24)
+    inputs = [
+        normal(rng, batch, steps, kv_heads * group * head_dim),
+        normal(rng, batch, steps, kv_heads * head_dim),
+        normal(rng, batch, steps, kv_heads * head_dim),
+        normal(rng, slots, kv_heads, 24, head_dim),
+        normal(rng, slots, kv_heads, 24, head_dim),
+        order,
+        past,
+        lengths,
+    ]
+    check("CachedAttention", inputs, {"scale": head_dim**-0.5}, lengths)
+
+
+@many
+@given(seed=seeds, batch=st.integers(1, 3), steps=st.integers(1, 9), one_expert=st.booleans())
+def test_routed_experts(seed, batch, steps, one_expert):
+    rng = np.random.default_rng(seed)
+    experts, width, inner = (int(v) for v in rng.integers(2, 8, 3))
+    top_k = int(rng.integers(1, experts + 1))
+    scores = rng.random((batch, steps, experts))
+    if one_expert:
+        scores[..., 0] += 10
+    indices = np.argsort(-scores, axis=-1)[..., :top_k].astype(np.int64)
+    lengths = rng.integers(0, steps + 1, batch).astype(np.int64)
+    weights = [normal(rng, inner, width) for _ in range(experts)] + [normal(rng, width, inner) for _ in range(experts)]
+    inputs = [normal(rng, batch, steps, width), indices, normal(rng, batch, steps, top_k), lengths, *weights]
+    check("RoutedExperts", inputs, {"num_experts": experts}, lengths)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_block_linear(rank):
+    rng = np.random.default_rng(0)
+    x = normal(rng, 2, 3, 5) if rank == 3 else normal(rng, 4, 5)
+    w = normal(rng, 7, 5)
+    np.testing.assert_allclose(run_function("BlockLinear", [x, w], {})[0], x @ w.T, atol=1e-5)
+
+
+def test_padding_never_touches_other_rows():
+    """NaN in padding tokens, in padding rows and in a slot's former sequence stays where it is."""
+    rng = np.random.default_rng(1)
+    nan = np.float32("nan")
+    order, past, accepted = np.array([2, 0, 1]), np.array([0, 4, 9]), np.array([0, 1, 2])
+    lengths = np.array([2, 3, 0])
+    padding = np.arange(4) >= lengths[:, None]
+
+    def poisoned(*shape: int) -> np.ndarray:
+        a = normal(rng, *shape)
+        a[padding] = nan
+        return a
+
+    conv_state = normal(rng, 4, 3 + 3, 5)
+    ssm_state, pending = normal(rng, 4, 4, 2, 3), np.abs(normal(rng, 4, 3, 8 + 6 + 4))
+    keys, values = normal(rng, 4, 2, 16, 3), normal(rng, 4, 2, 16, 3)
+    for state in (conv_state, ssm_state, pending):
+        state[2] = nan  # row 0 begins a new sequence in this slot
+    for cache in (keys, values):
+        cache[2] = nan
+        cache[0, :, 7:] = nan  # beyond what row 1 has written
+    weight = [normal(rng, 5, 1, 4), normal(rng, 5)]
+    conv = run_function(
+        "CausalConv1d", [poisoned(3, 4, 5), *weight, conv_state, order, past, accepted, lengths], {}
+    )
+    scan = run_function(
+        "SelectiveScan",
+        [poisoned(3, 4, 8), poisoned(3, 4, 4), poisoned(3, 4, 6), poisoned(3, 4, 6)]
+        + [normal(rng, 4) for _ in range(3)]
+        + [ssm_state, pending, order, past, accepted, lengths],
+        {},
+    )
+    attention = run_function(
+        "CachedAttention",
+        [poisoned(3, 4, 12), poisoned(3, 4, 6), poisoned(3, 4, 6), keys, values, order, past, lengths],
+        {"scale": 1.0},
+    )
+    experts = run_function(
+        "RoutedExperts",
+        [poisoned(3, 4, 5), np.zeros((3, 4, 1), np.int64), poisoned(3, 4, 1), lengths]
+        + [normal(rng, 6, 5), normal(rng, 5, 6)],
+        {"num_experts": 1},
+    )
+    for outputs in (conv, scan, attention, experts):
+        assert np.isfinite(outputs[0][~padding]).all()
+    assert np.isfinite(conv[1][[0, 1, 3]]).all()
+    assert np.isfinite(scan[1]).all()
+    assert np.isfinite(attention[1][0, :, :7]).all()
+
+
+@pytest.mark.parametrize("ring", [3, 5])
+def test_committing_part_of_a_step_equals_sequential_steps(ring):
+    """After accepting k of n tokens the state equals k sequential steps, for every k, rows mixed."""
+    rng = np.random.default_rng(2)
+    heads, head_dim, groups, width, n = 4, 3, 2, 5, 3
+    batch = n + 1
+    slots = rng.permutation(batch).astype(np.int64)
+    features = heads * head_dim + groups * width + heads
+    fixed = [normal(rng, heads) for _ in range(3)]
+    tokens = [normal(rng, batch, n, w) for w in (heads * head_dim, heads, groups * width, groups * width)]
+    probe = [normal(rng, batch, 1, a.shape[2]) for a in tokens]
+    state = normal(rng, batch, heads, head_dim, width)
+    empty = np.zeros((batch, ring, features), np.float32)
+    past, none = np.full(batch, 7), np.zeros(batch, np.int64)
+
+    def step(inputs, state, pending, past, accepted):
+        full = np.full(batch, inputs[0].shape[1])
+        return run_function(
+            "SelectiveScan", [*inputs, *fixed, state, pending, slots, past, accepted, full], {}
+        )
+
+    _, drafted, pending = step(tokens, state, empty, past, none)
+    np.testing.assert_array_equal(drafted, state)
+    accepted = np.arange(batch)
+    y, after, _ = step(probe, drafted, pending, past + accepted, accepted)
+
+    no_ring = np.zeros((batch, 0, features), np.float32)
+    expected, h = state.copy(), state
+    for k in range(batch):
+        row = slots[k]
+        expected[row] = h[row]
+        if k < n:
+            _, h, _ = step([a[:, k : k + 1] for a in tokens], h, no_ring, past + k, none)
+    np.testing.assert_allclose(after, expected, atol=1e-5)
+    y_expected, _, _ = step(probe, expected, no_ring, past + accepted, none)
+    np.testing.assert_allclose(y, y_expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(plugins_by_name()))
+def test_schema_is_what_the_checker_uses(name):
+    register_schemas()
+    schema = onnx.defs.get_schema(name, OPSET_VERSION, DOMAIN)
+    op = plugins_by_name()[name].op
+    assert [i.name for i in schema.inputs] == [p.name for p in op.inputs]
+    assert [o.name for o in schema.outputs] == [p.name for p in op.outputs]
+    assert set(op.aliases) <= {p.name for p in op.outputs}
+    assert set(op.aliases.values()) <= {p.name for p in op.inputs}
+
+
+def test_checker_rejects_a_wrong_type():
+    x, w = np.zeros((1, 2), np.float32), np.zeros((3, 2), np.int64)
+    with pytest.raises(onnx.shape_inference.InferenceError, match="weight.*int64"):
+        one_node_model("BlockLinear", [x, w], {})
