@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from nemo_build.errors import ConfigError
 
 _TAG = "__float__"
-_TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class BlockKind(StrEnum):
@@ -35,7 +35,7 @@ class BlockKind(StrEnum):
 
 @dataclass(frozen=True)
 class MambaSpec:
-    """A Mamba-2 mixer. ``in_proj`` yields z | x | B | C | dt in that order; the convolution runs on x | B | C."""
+    """A Mamba-2 mixer. ``in_proj`` yields z | x | B | C | dt in that order; x | B | C go through the conv."""
 
     num_heads: int
     head_dim: int
@@ -75,7 +75,8 @@ class AttentionSpec:
     @property
     def scale(self) -> float:
         """Factor on the logits before the softmax."""
-        return float(self.head_dim) ** -0.5
+        scale: float = self.head_dim**-0.5
+        return scale
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class ModelSpec:
 def load_spec(directory: Path) -> ModelSpec:
     """Read ``config.json`` and, where there is one, ``generation_config.json`` of a checkpoint.
 
-    Raises ConfigError, naming every problem, if a file is missing or damaged, or if a field cannot be honoured.
+    Raises ConfigError, naming every problem, if a file is missing or damaged or a field cannot be honoured.
     """
     from nemo_build import spec_config
 
@@ -208,7 +209,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
-        return {_TAG: next(t for t, f in _TAGGED.items() if f == value or (f != f and value != value))}
+        return {_TAG: "Infinity" if value > 0 else "-Infinity"}
     return value
 
 
@@ -228,7 +229,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return tuple(_decode(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if kind is float:
         value = decode_float(value) if isinstance(value, Mapping) else value
-    elif kind is BlockKind and value in set(BlockKind):
+    elif kind is BlockKind and isinstance(value, str) and value in set(BlockKind):
         return BlockKind(value)
     if type(value) is not kind:
         raise _malformed(where, f"a {kind.__name__}", value)
@@ -238,4 +239,5 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
 def _malformed(where: str, wanted: str, value: object) -> ConfigError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return ConfigError("a stored model description is damaged", [f"{where}: expected {wanted}, found {shown}"])
+    problem = f"{where}: expected {wanted}, found {shown}"
+    return ConfigError("a stored model description is damaged", [problem])

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sysconfig
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import jinja2
@@ -235,7 +235,7 @@ def template_renderer():
 def chats(entries: list[Entry], seed: int) -> list[str]:
     """Rendered conversations: each entry is asked once, in conversations of one to three questions."""
     rng, render, out = random.Random(seed), template_renderer(), []
-    entries = sorted(set(entries), key=lambda e: (e.name, e.summary))
+    entries = sorted(set(entries), key=astuple)
     rng.shuffle(entries)
     while entries:
         messages = [{"role": "system", "content": system}] if (system := rng.choice(SYSTEMS)) else []

@@ -51,7 +51,7 @@ def save_tokenizer(tokenizer: Tokenizer, template: str, out: Path) -> None:
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     assert all(tokenizer.token_to_id(name) == i for i, name in enumerate(RESERVED))
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", "utf-8")
-    named = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<unk>", "unk_token": "<unk>"}
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>", "unk_token": "<unk>"}
     added = {str(i): {"content": name, "lstrip": False, "normalized": False, "rstrip": False,
                       "single_word": False, "special": i not in VISIBLE} for i, name in enumerate(RESERVED)}
     config = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": False,

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ONNX Runtime backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from nemo_build.engines.session import StepBatch, StepOutput, check_batch
+from nemo_build.errors import BundleError
+from nemo_build.state import StateSpec
+
+_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
+
+
+class OrtSession:
+    """A step graph in ONNX Runtime on the CPU, its state updated in place.
+
+    State buffers are NumPy arrays that are bound as input and as output of the graph. That is sound because
+    of how the ops are defined: each state input has one reader, and what is written depends on what was read.
+
+    Args:
+        model: Path of the graph.
+        slots: State slots.
+        context: Positions per slot.
+        pending: Tokens per slot that a step may leave uncommitted.
+        threads: Threads within an op; 0 lets ONNX Runtime choose.
+        hidden: Whether steps return the hidden states.
+        weights_folder: Directory of the external data, if it is not beside the graph.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        slots: int,
+        context: int,
+        pending: int = 0,
+        threads: int = 0,
+        hidden: bool = False,
+        weights_folder: str | None = None,
+    ) -> None:
+        self.slots, self.context, self.pending = slots, context, pending
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = threads
+        if weights_folder is not None:
+            options.add_session_config_entry(_FOLDER_OPTION, weights_folder)
+        try:
+            self._session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's own exception types share no base class
+            raise BundleError(f"ONNX Runtime cannot load {model}: {error}") from error
+        metadata = self._session.get_modelmeta().custom_metadata_map
+        self.states = [StateSpec.from_json(s) for s in json.loads(metadata["nemo_build.state"])]
+        sizes = {"slots": slots, "context": context, "pending": pending}
+        self._state = {s.name: np.zeros(s.resolve(sizes), s.dtype) for s in self.states}
+        self._outputs = ["logits", "hidden"] if hidden else ["logits"]
+        self._binding = self._session.io_binding()
+        for spec in self.states:
+            value = ort.OrtValue.ortvalue_from_numpy(self._state[spec.name])
+            self._binding.bind_ortvalue_input(spec.name, value)
+            self._binding.bind_ortvalue_output(spec.output, value)
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Run one step; see :class:`~nemo_build.engines.session.Session`."""
+        check_batch(batch, slots=self.slots, context=self.context, pending=self.pending)
+        binding = self._binding
+        for name in ("input_ids", "lengths", "past", "accepted", "slots", "logit_rows"):
+            binding.bind_cpu_input(name, np.ascontiguousarray(getattr(batch, name)))
+        if batch.hidden_in is not None:
+            binding.bind_cpu_input("hidden_in", np.ascontiguousarray(batch.hidden_in))
+        for name in self._outputs:
+            binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+        found = {v: o for v, o in zip(self._bound_outputs(), binding.get_outputs(), strict=True)}
+        return StepOutput(
+            found["logits"].numpy(), found["hidden"].numpy() if "hidden" in self._outputs else None
+        )
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """The state buffers by name, as views."""
+        return self._state
+
+    def _bound_outputs(self) -> list[str]:
+        return [s.output for s in self.states] + self._outputs

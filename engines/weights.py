@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing of a model bundle's weights into one file of an engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from nemo_build.bundle import Progress
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and the width of the widest vector registers."""
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Where a weight comes from and where it lies in the packed file. Offsets and sizes in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    source_offset: int
+    offset: int
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """What the engine's manifest says of it."""
+        return {
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "offset": self.offset,
+            "nbytes": self.nbytes,
+        }
+
+
+def external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
+    """External-data fields of a tensor; empty if its data are inside the model."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return {}
+    return {e.key: e.value for e in tensor.external_data}
+
+
+def lay_out(models: Iterable[onnx.ModelProto]) -> list[PackedWeight]:
+    """Give every external weight of the models a place, in order of first use, each one once."""
+    placed: dict[str, PackedWeight] = {}
+    offset = 0
+    for model in models:
+        for tensor in model.graph.initializer:
+            entries = external_entries(tensor)
+            if not entries or tensor.name in placed:
+                continue
+            offset = -(-offset // ALIGNMENT) * ALIGNMENT
+            placed[tensor.name] = PackedWeight(
+                tensor.name,
+                onnx.TensorProto.DataType.Name(tensor.data_type).lower(),
+                tuple(tensor.dims),
+                entries["location"],
+                int(entries["offset"]),
+                offset,
+                int(entries["length"]),
+            )
+            offset += int(entries["length"])
+    return list(placed.values())
+
+
+def write_packed(
+    weights: Iterable[PackedWeight], folder: Path, out: Path, progress: Progress | None = None
+) -> str:
+    """Copy the weights from `folder` to the packed file; returns its sha256. Memory: one chunk."""
+    digest = hashlib.sha256()
+    position = 0
+    with open(out, "wb") as target:
+        for weight in weights:
+            padding = b"\0" * (weight.offset - position)
+            target.write(padding)
+            digest.update(padding)
+            with open(folder / weight.source, "rb") as source:
+                source.seek(weight.source_offset)
+                left = weight.nbytes
+                while left:
+                    chunk = source.read(min(left, _CHUNK))
+                    if not chunk:
+                        raise EOFError(f"{folder / weight.source} ends within {weight.name}")
+                    target.write(chunk)
+                    digest.update(chunk)
+                    left -= len(chunk)
+                    if progress:
+                        progress(len(chunk))
+            position = weight.offset + weight.nbytes
+    return digest.hexdigest()
+
+
+def point_at(model: onnx.ModelProto, weights: Iterable[PackedWeight], location: str) -> None:
+    """Make the model's external weights refer to the packed file."""
+    by_name = {w.name: w for w in weights}
+    for tensor in model.graph.initializer:
+        if external_entries(tensor):
+            weight = by_name[tensor.name]
+            del tensor.external_data[:]
+            for key, value in (("location", location), ("offset", weight.offset), ("length", weight.nbytes)):
+                tensor.external_data.add(key=key, value=str(value))

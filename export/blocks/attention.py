@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped-query attention without positional encoding."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs
+from nemo_build.export.graph import GraphBuilder
+from nemo_build.export.ledger import TensorRule
+from nemo_build.spec import AttentionSpec, BlockKind, ModelSpec
+
+KIND = BlockKind.ATTENTION
+
+
+def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
+    """What the checkpoint must hold below the layer's prefix."""
+    a, hidden = _section(spec), spec.hidden_size
+    q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+    return {
+        f"mixer.{name}.weight": TensorRule(shape, WEIGHT_DTYPES, f"attention.{name}")
+        for name, shape in shapes.items()
+    }
+
+
+def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: StepInputs) -> ir.Value:
+    """Add the mixer: three projections, attention over the cache, projection."""
+    a, p = _section(spec), f"{prefix}.mixer"
+    q, k, v = (g.linear(x, f"{p}.{n}_proj", step.lengths) for n in "qkv")
+    shape = ("slots", a.num_kv_heads, "context", a.head_dim)
+    names = f"key.{prefix}", f"value.{prefix}"
+    caches = [g.state(name, name.split(".")[0], shape) for name in names]
+    y, *caches_out = g.call(
+        "CachedAttention",
+        [q, k, v, *caches, step.slots, step.past, step.lengths],
+        name="attention",
+        scale=a.scale,
+    )
+    for name, value in zip(names, caches_out, strict=True):
+        g.set_state(name, value)
+    return g.linear(y, f"{p}.o_proj", step.lengths)
+
+
+def _section(spec: ModelSpec) -> AttentionSpec:
+    assert spec.attention is not None, "a spec with attention layers has an attention section"
+    return spec.attention

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A builder of step graphs on top of onnx-ir: scopes, checkpoint weights, custom ops, state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from nemo_build.export.checkpoint import TensorInfo
+from nemo_build.plugins.registry import STANDARD_OPSET, plugins_by_name
+from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
+from nemo_build.state import StateSpec
+
+IR_VERSION = 10
+ACTIVATION = ir.DataType.FLOAT
+"""Type of activations and state in a portable graph; a backend may lower it."""
+
+DTYPES = {
+    "BF16": ir.DataType.BFLOAT16,
+    "F16": ir.DataType.FLOAT16,
+    "F32": ir.DataType.FLOAT,
+}
+"""Safetensors dtypes that a graph can refer to."""
+
+Dim = int | str
+
+
+class GraphBuilder:
+    """Builds one graph.
+
+    Args:
+        name: Name of the graph.
+        tensors: The checkpoint's tensors by name.
+        locate: Gives the external-data location of the file that holds a tensor.
+    """
+
+    def __init__(
+        self, name: str, tensors: Mapping[str, TensorInfo], locate: Callable[[TensorInfo], str]
+    ) -> None:
+        self.name = name
+        self.states: list[StateSpec] = []
+        self._tape = ir.tape.Tape()
+        self._tensors = tensors
+        self._locate = locate
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+        self._values: dict[tuple[str, Any], ir.Value] = {}
+        self._functions: dict[tuple[str, str], ir.Function] = {}
+        self._scope: list[str] = []
+        self._names: dict[str, int] = {}
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Prefix the names of the nodes made inside with ``name/``."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    def input(self, name: str, shape: Sequence[Dim], dtype: ir.DataType = ir.DataType.INT64) -> ir.Value:
+        """Declare a graph input."""
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        self._inputs.append(value)
+        return value
+
+    def output(
+        self, value: ir.Value, name: str, shape: Sequence[Dim], dtype: ir.DataType = ACTIVATION
+    ) -> None:
+        """Declare `value` a graph output under `name`."""
+        value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(dtype)
+        self._outputs.append(value)
+
+    def state(self, name: str, kind: str, shape: Sequence[Dim]) -> ir.Value:
+        """Declare a state buffer and return its input; :meth:`set_state` gives it its output."""
+        self.states.append(StateSpec(name, kind, tuple(shape), "float32"))
+        return self.input(name, shape, ACTIVATION)
+
+    def set_state(self, name: str, value: ir.Value) -> None:
+        """Declare `value` the contents of the state buffer `name` after the step."""
+        spec = next(s for s in self.states if s.name == name)
+        self.output(value, spec.output, spec.shape)
+
+    def op(self, op_type: str, *inputs: ir.Value | None, name: str = "", **attributes: Any) -> ir.Value:
+        """Add a standard op with one output."""
+        return self.ops(op_type, 1, *inputs, name=name, **attributes)[0]
+
+    def ops(
+        self, op_type: str, outputs: int, *inputs: ir.Value | None, name: str = "", **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """Add a standard op with several outputs."""
+        return self._add(op_type, outputs, inputs, attributes, name=name or op_type.lower())
+
+    def call(
+        self, op_type: str, inputs: Sequence[ir.Value | None], *, name: str, **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """Add a custom op, and its reference function to the model."""
+        plugin = plugins_by_name()[op_type]
+        names = plugin.input_names(len(inputs))
+        present = [n for n, v in zip(names, inputs, strict=True) if v is not None]
+        body = plugin.body(attributes, present)
+        function = self._functions.get((op_type, body))
+        if function is None:
+            others = sum(1 for known, _ in self._functions if known == op_type)
+            proto = plugin.function(
+                attributes, present, inputs=len(inputs), overload=f"v{others}" if others else ""
+            )
+            function = self._functions[op_type, body] = ir.serde.deserialize_function(proto)
+        return self._add(
+            op_type,
+            len(plugin.op.outputs),
+            inputs,
+            attributes,
+            name=name,
+            domain=DOMAIN,
+            overload=function.overload,
+        )
+
+    def constant(self, values: int | float | Sequence[int]) -> ir.Value:
+        """A small constant: int64 for integers, float32 for floats; scalar for a scalar."""
+        array = np.asarray(values)
+        array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+        key = ("constant", (str(array.dtype), array.shape, array.tobytes()))
+        if key not in self._values:
+            name = f"constant_{len(self._values)}"
+            self._values[key] = self._tape.initializer(ir.tensor(array, name=name), name)
+        return self._values[key]
+
+    def weight(self, name: str, dtype: ir.DataType | None = None) -> ir.Value:
+        """A checkpoint tensor as an initializer whose data stay in the checkpoint's file.
+
+        Args:
+            name: The tensor's name in the checkpoint; also the initializer's.
+            dtype: Cast to this type if it is stored in another.
+        """
+        if ("weight", name) not in self._values:
+            info = self._tensors[name]
+            tensor = ir.ExternalTensor(
+                self._locate(info),
+                info.offset,
+                info.nbytes,
+                DTYPES[info.dtype],
+                shape=ir.Shape(info.shape),
+                name=name,
+            )
+            self._values["weight", name] = self._tape.initializer(tensor, name)
+        value = self._values["weight", name]
+        if dtype is None or value.dtype == dtype:
+            return value
+        key = (f"cast_{dtype}", name)
+        if key not in self._values:
+            self._values[key] = self.op("Cast", value, to=dtype, name=f"cast({name})")
+        return self._values[key]
+
+    def linear(self, x: ir.Value, weight: str, lengths: ir.Value | None, *, bias: bool = False) -> ir.Value:
+        """``x @ W^T (+ b)`` with the checkpoint tensors ``{weight}.weight`` and ``{weight}.bias``."""
+        name = weight.rsplit(".", 1)[-1]
+        inputs = [x, self.weight(f"{weight}.weight")] + ([lengths] if lengths is not None else [])
+        y = self.call("BlockLinear", inputs, name=name)[0]
+        if bias:
+            y = self.op("Add", y, self.weight(f"{weight}.bias", ACTIVATION), name=f"{name}_bias")
+        return y
+
+    def rms_norm(self, x: ir.Value, weight: ir.Value, epsilon: float, name: str = "norm") -> ir.Value:
+        """RMSNorm over the last axis, statistics in float32."""
+        return self.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon, name=name)
+
+    def relu2(self, x: ir.Value) -> ir.Value:
+        """relu(x)^2."""
+        r = self.op("Relu", x)
+        return self.op("Mul", r, r, name="square")
+
+    def finish(self, metadata: Mapping[str, str]) -> ir.Model:
+        """The model, with `metadata` as its metadata properties."""
+        graph = ir.Graph(
+            self._inputs,
+            self._outputs,
+            nodes=self._tape.nodes,
+            initializers=self._tape.initializers,
+            opset_imports={"": STANDARD_OPSET, DOMAIN: OPSET_VERSION},
+            name=self.name,
+        )
+        model = ir.Model(
+            graph, ir_version=IR_VERSION, producer_name="nemo-build", functions=self._functions.values()
+        )
+        model.metadata_props.update(metadata)
+        return model
+
+    def _add(
+        self,
+        op_type: str,
+        outputs: int,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, Any],
+        *,
+        name: str,
+        domain: str = "",
+        overload: str = "",
+    ) -> Sequence[ir.Value]:
+        full = self._unique("/".join([*self._scope, name]))
+        values = [ir.Value(name=full if outputs == 1 else f"{full}:{i}") for i in range(outputs)]
+        return self._tape.op_multi_out(
+            op_type, inputs, attributes or None, outputs=values, domain=domain, overload=overload, name=full
+        )
+
+    def _unique(self, name: str) -> str:
+        count = self._names[name] = self._names.get(name, 0) + 1
+        return name if count == 1 else f"{name}_{count}"

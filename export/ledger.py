@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tensor accounted for: what a model needs against what a checkpoint holds."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from nemo_build.errors import CheckpointError
+from nemo_build.export.checkpoint import Checkpoint, TensorInfo
+from nemo_build.export.names import collapse, template
+
+KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype")
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """What one tensor must be.
+
+    Attributes:
+        shape: Exact shape.
+        dtypes: Allowed dtypes, by safetensors name.
+        role: What it is in the model, such as "mamba.in_proj"; totals are kept by role.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    role: str
+
+
+@dataclass(frozen=True)
+class Discrepancy:
+    """One tensor that is not as expected; ``expected`` or ``found`` is empty where there is none."""
+
+    kind: str  # one of KINDS
+    name: str
+    expected: str
+    found: str
+
+    def line(self, name: str, count: int = 1) -> str:
+        """The problem in words, for this `name` or a range of `count` names."""
+        many = f" ({count} tensors)" if count > 1 else ""
+        if self.expected and self.found:
+            return f"{self.kind}: {name}: expected {self.expected}, found {self.found}{many}"
+        return f"{self.kind}: {name} {self.expected or self.found}{many}"
+
+    def __str__(self) -> str:
+        return self.line(self.name)
+
+
+class LedgerError(CheckpointError):
+    """Checkpoint and model disagree. ``problems`` are written as ranges; ``details`` has each tensor."""
+
+    def __init__(self, checkpoint: Checkpoint, details: tuple[Discrepancy, ...], hint: str) -> None:
+        headline = f"{checkpoint.directory}: the tensors are not those of the configured model"
+        super().__init__(headline, _collapsed(details), hint)
+        self.details = details
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A checkpoint that holds exactly the expected tensors.
+
+    Attributes:
+        entries: By tensor name: the rule and where the tensor lies, in the order of the rules.
+    """
+
+    entries: Mapping[str, tuple[TensorRule, TensorInfo]]
+
+    @cached_property
+    def parameters(self) -> int:
+        """Stored elements; two FP4 values packed in a byte count as one, and scales count too."""
+        return sum(math.prod(info.shape) for _, info in self.entries.values())
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without headers."""
+        return sum(info.nbytes for _, info in self.entries.values())
+
+    @cached_property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes by safetensors dtype, largest first."""
+        return _totals((info.dtype, info.nbytes) for _, info in self.entries.values())
+
+    @cached_property
+    def bytes_by_role(self) -> dict[str, int]:
+        """Bytes by role, largest first."""
+        return _totals((rule.role, info.nbytes) for rule, info in self.entries.values())
+
+    @cached_property
+    def parameters_by_role(self) -> dict[str, int]:
+        """Stored elements by role, largest first."""
+        return _totals((rule.role, math.prod(info.shape)) for rule, info in self.entries.values())
+
+
+def reconcile(checkpoint: Checkpoint, expected: Mapping[str, TensorRule]) -> Ledger:
+    """Match each expected tensor with the one of that name.
+
+    Raises LedgerError (a CheckpointError) with every missing or unexpected tensor, and every wrong shape or
+    dtype, if there is any.
+    """
+    found = checkpoint.tensors
+    details: list[Discrepancy] = []
+    for name, rule in expected.items():
+        info = found.get(name)
+        dtypes = " or ".join(rule.dtypes)
+        if info is None:
+            details.append(Discrepancy("missing", name, f"{list(rule.shape)} {dtypes}", ""))
+            continue
+        if info.shape != rule.shape:
+            details.append(Discrepancy("wrong shape", name, str(list(rule.shape)), str(list(info.shape))))
+        if info.dtype not in rule.dtypes:
+            details.append(Discrepancy("wrong dtype", name, dtypes, info.dtype))
+    for name, info in found.items():
+        if name not in expected:
+            details.append(Discrepancy("unexpected", name, "", f"{list(info.shape)} {info.dtype}"))
+    if details:
+        details.sort(key=lambda d: KINDS.index(d.kind))
+        missing = [d.name for d in details if d.kind == "missing"]
+        unexpected = [d.name for d in details if d.kind == "unexpected"]
+        raise LedgerError(checkpoint, tuple(details), _hint(missing, unexpected))
+    return Ledger({name: (rule, found[name]) for name, rule in expected.items()})
+
+
+def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for key, amount in pairs:
+        totals[key] += amount
+    return dict(totals.most_common())
+
+
+def _collapsed(details: Iterable[Discrepancy]) -> list[str]:
+    """One line for each run of numbered names with the same discrepancy."""
+    groups: dict[tuple[str, str, str], list[Discrepancy]] = {}
+    for item in details:
+        groups.setdefault((item.kind, item.expected, item.found), []).append(item)
+    rows = [
+        (KINDS.index(kind), text, items[0].line(text, count))
+        for (kind, _, _), items in groups.items()
+        for text, count in collapse(item.name for item in items)
+    ]
+    return [line for _, _, line in sorted(rows)]
+
+
+def _hint(missing: list[str], unexpected: list[str]) -> str:
+    """What probably happened, if names of the two lists resemble each other."""
+    if not missing or not unexpected:
+        return ""
+    prefix = _renamed_prefix(missing, unexpected)
+    if prefix:
+        was, should = prefix
+        text = f'Names begin with "{was}" where "{should}" is expected.'
+        if was == "model.":
+            text += (
+                " These are the names transformers uses in memory: write the checkpoint with"
+                " model.save_pretrained(), which restores the stored names and splits stacked experts."
+            )
+        return text
+    wanted = {template(name)[0]: name for name in missing}
+    pairs = []
+    for text, name in {template(name)[0]: name for name in reversed(unexpected)}.items():
+        near = difflib.get_close_matches(text, wanted, n=1, cutoff=0.85)
+        pairs += [f"{name} for {wanted[near[0]]}" for _ in near]
+    if not pairs:
+        return ""
+    return "Misspelt? " + "; ".join(sorted(pairs)[:5]) + "."
+
+
+def _renamed_prefix(missing: list[str], unexpected: list[str]) -> tuple[str, str] | None:
+    """The most common (prefix found, prefix expected) if most unexpected names differ by a prefix only."""
+    heads: dict[str, str] = {}
+    for name in missing:
+        head, _, tail = name.partition(".")
+        heads[tail] = head + "."
+        heads[name] = ""
+    renamed: Counter[tuple[str, str]] = Counter()
+    for name in unexpected:
+        head, _, tail = name.partition(".")
+        if tail and tail in heads:
+            renamed[head + ".", heads[tail]] += 1
+    if not renamed:
+        return None
+    pair, count = renamed.most_common(1)[0]
+    return pair if 2 * count >= len(unexpected) and count > 1 else None

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target model's step graph: prefill, decode and verification in one."""
+
+from __future__ import annotations
+
+from nemo_build.export.blocks import WEIGHT_DTYPES, blocks
+from nemo_build.export.graph import ACTIVATION, GraphBuilder
+from nemo_build.export.ledger import TensorRule
+from nemo_build.export.models import head, layer, step_inputs
+from nemo_build.spec import ModelSpec
+
+NAME = "target"
+
+
+def applies(spec: ModelSpec) -> bool:
+    """Every model has one."""
+    return True
+
+
+def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
+    """The trunk's tensors."""
+    table = (spec.vocab_size, spec.hidden_size)
+    norm = TensorRule((spec.hidden_size,), WEIGHT_DTYPES, "norm")
+    rules = {"backbone.embeddings.weight": TensorRule(table, WEIGHT_DTYPES, "embeddings")}
+    for i, kind in enumerate(spec.layers):
+        prefix = f"backbone.layers.{i}"
+        rules[f"{prefix}.norm.weight"] = norm
+        rules |= {f"{prefix}.{name}": rule for name, rule in blocks()[kind].tensors(spec).items()}
+    rules["backbone.norm_f.weight"] = norm
+    if not spec.tie_word_embeddings:
+        rules["lm_head.weight"] = TensorRule(table, WEIGHT_DTYPES, "lm_head")
+    return rules
+
+
+def build(g: GraphBuilder, spec: ModelSpec) -> None:
+    """Embedding, layers, final norm, head. ``hidden`` is the residual after the final norm."""
+    step = step_inputs(g)
+    rows = g.op("Gather", g.weight("backbone.embeddings.weight"), step.input_ids, axis=0, name="embeddings")
+    x = g.op("Cast", rows, to=ACTIVATION, name="embedded")
+    for i, kind in enumerate(spec.layers):
+        x = layer(g, spec, kind, f"backbone.layers.{i}", x, step)
+    head(g, spec, g.rms_norm(x, g.weight("backbone.norm_f.weight", ACTIVATION), spec.norm_eps, "norm_f"), step)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place where environment variables are read.
+
+=====================  ==========================================================================
+``NEMO_BUILD_CACHE``   Directory of the build cache (default: ``$XDG_CACHE_HOME/nemo-build`` or
+                       ``~/.cache/nemo-build``).
+``NEMO_BUILD_THREADS`` Threads of the CPU engine (default: the CPUs this process may use).
+=====================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from nemo_build.errors import UserError
+
+
+def cache_directory() -> Path:
+    """Directory of the build cache; it may not exist yet."""
+    explicit = os.environ.get("NEMO_BUILD_CACHE")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "nemo-build"
+
+
+def threads() -> int:
+    """Threads of the CPU engine. Raises UserError for a value that is not a positive integer."""
+    value = os.environ.get("NEMO_BUILD_THREADS")
+    if value is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not value.isdigit() or int(value) == 0:
+        raise UserError(f"NEMO_BUILD_THREADS is {value!r}; it must be a positive whole number.")
+    return int(value)

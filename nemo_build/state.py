@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state a sequence keeps between steps, as graphs declare it and runtimes allocate it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One state buffer of a graph: an input and an output (``NAME.out``) that may share one buffer.
+
+    Attributes:
+        name: Name of the graph input.
+        kind: ``conv``, ``ssm``, ``ssm_pending``, ``key`` or ``value``.
+        shape: Dimensions; a string is a sum of numbers and of ``slots``, ``pending`` (tokens that a step may
+            leave uncommitted) and ``context`` (positions of a cache), for example ``"3+pending"``.
+        dtype: ``float32``, ``float16`` or ``bfloat16``.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+    @property
+    def output(self) -> str:
+        """Name of the graph output that holds the state after a step."""
+        return f"{self.name}.out"
+
+    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with ``slots``, ``pending`` and ``context`` replaced by `sizes`."""
+        return tuple(_resolve(d, sizes) for d in self.shape)
+
+    def nbytes(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of the buffer at `sizes`."""
+        return math.prod(self.resolve(sizes)) * ITEM_SIZE[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, the inverse of :meth:`from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StateSpec:
+        """The inverse of :meth:`to_json`."""
+        return cls(data["name"], data["kind"], tuple(data["shape"]), data["dtype"])
+
+
+def state_bytes(specs: Iterable[StateSpec], *, slots: int = 1, pending: int = 0, context: int = 0) -> int:
+    """Bytes of all buffers together."""
+    sizes = {"slots": slots, "pending": pending, "context": context}
+    return sum(s.nbytes(sizes) for s in specs)
+
+
+def _resolve(dim: int | str, sizes: Mapping[str, int]) -> int:
+    if isinstance(dim, int):
+        return dim
+    return sum(int(term) if term.isdigit() else sizes[term] for term in dim.split("+"))
