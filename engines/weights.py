@@ -12,16 +12,22 @@ from typing import Any
 import onnx
 
 from nemo_build.bundle import Progress
+from nemo_build.export.graph import DTYPES
 
 ALIGNMENT = 64
 """Bytes; a cache line, and the width of the widest vector registers."""
 
 _CHUNK = 1 << 22
 
+_DTYPE_NAMES = {int(value): name for name, value in DTYPES.items()}
+
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Where a weight comes from and where it lies in the packed file. Offsets and sizes in bytes."""
+    """Where a weight comes from and where it lies in the packed file; dtype by its safetensors name.
+
+    Offsets and sizes are in bytes.
+    """
 
     name: str
     dtype: str
@@ -60,7 +66,7 @@ def lay_out(models: Iterable[onnx.ModelProto]) -> list[PackedWeight]:
             offset = -(-offset // ALIGNMENT) * ALIGNMENT
             placed[tensor.name] = PackedWeight(
                 tensor.name,
-                onnx.TensorProto.DataType.Name(tensor.data_type).lower(),
+                _DTYPE_NAMES[tensor.data_type],
                 tuple(tensor.dims),
                 entries["location"],
                 int(entries["offset"]),

@@ -145,7 +145,9 @@ class _Opening:
             self.problems.append(f"shards of different sets: -of- {', '.join(map(str, totals))}")
             return [m[0] for m in numbered]
         wanted = [f"model-{i:05}-of-{totals[0]:05}.safetensors" for i in range(1, totals[0] + 1)]
-        return wanted + [m[0] for m in numbered if m[0] not in set(wanted)]
+        for name in sorted({m[0] for m in numbered} - set(wanted)):
+            self.problems.append(f"{name}: its number is not in the set of {totals[0]}")
+        return wanted
 
     def _check_single(self, names: list[str]) -> None:
         """A single file beside an index is tolerated only if it describes the very same tensors."""

@@ -103,7 +103,12 @@ def export_bundle(
                     for name, shard in sorted(checkpoint.files.items())
                 },
             },
-            "weights": {"mode": mode, "folder": folder},
+            "weights": {
+                "mode": mode,
+                "folder": folder,
+                "tensors": len(ledger.entries),
+                "bytes_by_dtype": ledger.bytes_by_dtype,
+            },
             "spec": spec.to_json(),
             "graphs": graphs,
             "files": copy_text_files(source, directory),

@@ -75,15 +75,14 @@ class GraphBuilder:
         value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(dtype)
         self._outputs.append(value)
 
-    def state(self, name: str, kind: str, shape: Sequence[Dim]) -> ir.Value:
+    def state(self, state: StateSpec) -> ir.Value:
         """Declare a state buffer and return its input; :meth:`set_state` gives it its output."""
-        self.states.append(StateSpec(name, kind, tuple(shape), "float32"))
-        return self.input(name, shape, ACTIVATION)
+        self.states.append(state)
+        return self.input(state.name, state.shape, ACTIVATION)
 
-    def set_state(self, name: str, value: ir.Value) -> None:
-        """Declare `value` the contents of the state buffer `name` after the step."""
-        spec = next(s for s in self.states if s.name == name)
-        self.output(value, spec.output, spec.shape)
+    def set_state(self, state: StateSpec, value: ir.Value) -> None:
+        """Declare `value` the contents of the state buffer after the step."""
+        self.output(value, state.output, state.shape)
 
     def op(self, op_type: str, *inputs: ir.Value | None, name: str = "", **attributes: Any) -> ir.Value:
         """Add a standard op with one output."""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from nemo_build.errors import CheckpointError
 from nemo_build.export.checkpoint import Checkpoint, TensorInfo
-from nemo_build.export.names import collapse, template
+from nemo_build.export.names import collapse, fill, template
 
 KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype")
 
@@ -153,21 +153,23 @@ def _hint(missing: list[str], unexpected: list[str]) -> str:
     prefix = _renamed_prefix(missing, unexpected)
     if prefix:
         was, should = prefix
-        text = f'Names begin with "{was}" where "{should}" is expected.'
+        text = f'Names begin with "{was}"' + (
+            f' where "{should}" is expected.' if should else ", which must go."
+        )
         if was == "model.":
             text += (
                 " These are the names transformers uses in memory: write the checkpoint with"
                 " model.save_pretrained(), which restores the stored names and splits stacked experts."
             )
         return text
-    wanted = {template(name)[0]: name for name in missing}
+    wanted = {fill(parts, ["#"] * len(numbers)): parts for parts, numbers in map(template, missing)}
     pairs = []
-    for text, name in {template(name)[0]: name for name in reversed(unexpected)}.items():
-        near = difflib.get_close_matches(text, wanted, n=1, cutoff=0.85)
-        pairs += [f"{name} for {wanted[near[0]]}" for _ in near]
-    if not pairs:
-        return ""
-    return "Misspelt? " + "; ".join(sorted(pairs)[:5]) + "."
+    for parts, numbers in dict(map(template, reversed(unexpected))).items():
+        near = difflib.get_close_matches(fill(parts, ["#"] * len(numbers)), wanted, n=1, cutoff=0.85)
+        if near and wanted[near[0]].count(None) == len(numbers):
+            texts = [str(number) for number in numbers]
+            pairs.append(f"{fill(parts, texts)} for {fill(wanted[near[0]], texts)}")
+    return f"Misspelt? {'; '.join(sorted(pairs)[:5])}." if pairs else ""
 
 
 def _renamed_prefix(missing: list[str], unexpected: list[str]) -> tuple[str, str] | None:

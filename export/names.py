@@ -3,21 +3,31 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 
-def template(name: str) -> tuple[str, tuple[int, ...]]:
-    """Split a dotted name into its text, with ``{}`` for each numeric part, and those numbers.
+Template = tuple[str | None, ...]  # the parts of a dotted name, with None for each number
+
+
+def template(name: str) -> tuple[Template, tuple[int, ...]]:
+    """Split a dotted name into its parts, None for those that are numbers, and the numbers.
 
     >>> template("layers.3.experts.12.up")
-    ('layers.{}.experts.{}.up', (3, 12))
+    (('layers', None, 'experts', None, 'up'), (3, 12))
     """
     parts = name.split(".")
     numbers = tuple(int(part) for part in parts if _NUMBER.fullmatch(part))
-    return ".".join("{}" if _NUMBER.fullmatch(part) else part for part in parts), numbers
+    return tuple(None if _NUMBER.fullmatch(part) else part for part in parts), numbers
+
+
+def fill(parts: Template, texts: Iterable[str]) -> str:
+    """The dotted name with one of `texts` for each number."""
+    left = iter(texts)
+    return ".".join(next(left) if part is None else part for part in parts)
 
 
 def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
@@ -26,21 +36,15 @@ def collapse(names: Iterable[str]) -> list[tuple[str, int]]:
     >>> collapse(["layers.0.a", "layers.1.a", "layers.3.a", "b"])
     [('b', 1), ('layers.{0,1,3}.a', 3)]
     """
-    groups: dict[str, list[tuple[int, ...]]] = {}
-    for name in sorted(set(names)):
-        text, numbers = template(name)
-        groups.setdefault(text, []).append(numbers)
-    lines = []
-    for text, members in sorted(groups.items()):
-        pieces = text.split("{}")
-        for box in _boxes(members):
-            count = 1
-            line = pieces[0]
-            for numbers, piece in zip(box, pieces[1:], strict=True):
-                line += _ranges(numbers) + piece
-                count *= len(numbers)
-            lines.append((line, count))
-    return lines
+    groups: dict[Template, list[tuple[int, ...]]] = {}
+    for name in set(names):
+        parts, numbers = template(name)
+        groups.setdefault(parts, []).append(numbers)
+    return sorted(
+        (fill(parts, map(_ranges, box)), math.prod(map(len, box)))
+        for parts, members in groups.items()
+        for box in _boxes(members)
+    )
 
 
 def _boxes(members: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:

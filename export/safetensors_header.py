@@ -71,14 +71,16 @@ def read_header(path: Path, name: str) -> Header:
     with path.open("rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(0)
-        prefix = stream.read(8)
-        if prefix + stream.read(16) == b"version https://git-lfs.":
+        prefix, after = stream.read(8), stream.read(16)
+        if prefix + after == b"version https://git-lfs.":
             raise HeaderError("a git-lfs pointer, not the file itself", pointer=True)
         if len(prefix) < 8:
-            raise HeaderError(f"{size} bytes are too few for a safetensors file")
+            raise HeaderError(f"not a safetensors file: it has only {_bytes(size)}")
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER:
             raise HeaderError(f"not a safetensors file: it announces a header of {length} bytes")
+        if length > size - 8 and not after.startswith((b"{", b" ")):
+            raise HeaderError("not a safetensors file: no header follows its length")
         if length > size - 8:
             raise HeaderError(f"truncated: the header needs {8 + length} bytes, the file has {size}")
         stream.seek(8)
@@ -118,7 +120,8 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise HeaderError(f"the header is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise HeaderError("the header is not a JSON object")
-    metadata = value.pop("__metadata__", None) or {}
+    metadata = value.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise HeaderError("__metadata__ is not an object of strings")
     return value
@@ -201,15 +204,19 @@ def _check_layout(tensors: tuple[TensorInfo, ...], start: int, size: int) -> Non
     for tensor in tensors:
         gap = tensor.offset - expected
         if gap > 0:
-            problems.append(f"{tensor.name}: {gap} unused bytes before it, after {previous}")
+            problems.append(f"{tensor.name}: {_bytes(gap)} of unused space between {previous} and it")
         elif gap < 0:
-            problems.append(f"{tensor.name}: overlaps {previous} by {-gap} bytes")
+            problems.append(f"{tensor.name}: overlaps {previous} by {_bytes(-gap)}")
         end = tensor.offset + tensor.nbytes
         if end >= expected:
             expected, previous = end, tensor.name
     if expected > size:
-        problems.append(f"truncated: {expected - size} of {expected} bytes are missing")
+        problems.append(f"truncated: {expected - size} of {_bytes(expected)} missing")
     elif expected < size:
-        problems.append(f"{size - expected} unused bytes after {previous}")
+        problems.append(f"{_bytes(size - expected)} of unused space after {previous}")
     if problems:
         raise HeaderError(*problems)
+
+
+def _bytes(count: int) -> str:
+    return "1 byte" if count == 1 else f"{count} bytes"

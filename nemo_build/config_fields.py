@@ -24,15 +24,17 @@ def _words(text: str) -> frozenset[str]:
 
 
 # Honoured fields with several spellings: the one used in messages -> all. Those that are present must agree.
-ALIASES: dict[str, tuple[str, ...]] = {
+ALIASES: Mapping[str, tuple[str, ...]] = {
     "layers_block_type": ("layers_block_type", "layer_types"),
     "layer_norm_epsilon": ("layer_norm_epsilon", "norm_eps", "rms_norm_eps"),
     "dtype": ("dtype", "torch_dtype"),
-    "n_groups": ("n_groups", "mamba_n_groups"),
+    "n_groups": ("n_groups", "mamba_n_groups", "mamba_num_groups"),
+    "ssm_state_size": ("ssm_state_size", "mamba_state_dim"),
     "conv_kernel": ("conv_kernel", "mamba_d_conv"),
     "use_conv_bias": ("use_conv_bias", "mamba_conv_bias"),
     "time_step_limit": ("time_step_limit", "mamba_dt_limit"),
     "chunk_size": ("chunk_size", "mamba_chunk_size"),
+    "num_key_value_heads": ("num_key_value_heads", "num_query_groups"),
     "head_dim": ("head_dim", "attention_head_dim"),
     "n_routed_experts": ("n_routed_experts", "num_local_experts"),
 }
@@ -40,8 +42,8 @@ HONOURED = _words(
     """
     architectures model_type vocab_size hidden_size num_hidden_layers hybrid_override_pattern
     tie_word_embeddings max_position_embeddings eos_token_id bos_token_id pad_token_id
-    mamba_num_heads mamba_head_dim ssm_state_size use_bias mamba_proj_bias mamba_ssm_cache_dtype
-    num_attention_heads num_key_value_heads
+    mamba_num_heads mamba_head_dim use_bias mamba_proj_bias mamba_ssm_cache_dtype
+    num_attention_heads
     num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size
     n_group topk_group norm_topk_prob routed_scaling_factor mlp_bias intermediate_size
     num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern

@@ -248,8 +248,8 @@ def _read_dt_limit(fields: Fields) -> tuple[float, float]:
 
 def _read_attention(fields: Fields) -> AttentionSpec:
     heads = fields.integer("num_attention_heads")
-    null = "num_key_value_heads" in fields.config and fields.config["num_key_value_heads"] is None
-    kv_heads = heads if null else fields.integer("num_key_value_heads")
+    null = "num_key_value_heads" in fields.config and fields.raw("num_key_value_heads") is None
+    kv_heads = heads if null else fields.integer("num_key_value_heads")  # null: one for each query head
     if fields.good("num_attention_heads", "num_key_value_heads") and heads % kv_heads:
         fields.problem("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
     return AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=fields.integer("head_dim"))

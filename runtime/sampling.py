@@ -344,6 +344,7 @@ def _top_p_mask(weights: NDArray[np.float32], p: float) -> NDArray[np.bool_]:
     if candidates.sum(dtype=np.float64) < target:
         candidates = weights
     buckets = (candidates.view(np.uint32) >> 16).astype(np.intp)
+    buckets -= buckets.min()  # no bins for the thousands of buckets below
     from_top = np.cumsum(np.bincount(buckets, weights=candidates)[::-1])
     # Sums of the same weights in another order may miss the target by a rounding error, here and below.
     place = int(np.searchsorted(from_top, min(target, from_top[-1])))
@@ -354,23 +355,25 @@ def _top_p_mask(weights: NDArray[np.float32], p: float) -> NDArray[np.bool_]:
     return _largest(weights, inside[last], int(np.count_nonzero(buckets > bucket)) + last + 1)
 
 
-def _weights(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float32]:
-    """``[V]`` unnormalised target distribution; the largest weight is 1, a dropped token's 0.
+def _to_weights(row: NDArray[np.float32], params: SamplingParams) -> None:
+    """Turn ``[V]`` adjusted logits into the unnormalised target distribution, in place.
 
-    Masks are applied by multiplication: assignment through a random mask takes 20 times as long.
+    The largest weight is 1, a dropped token's 0. Masks are applied by multiplication, because assignment
+    through a random mask takes 20 times as long.
     """
-    peak = logits.max()
+    peak = row.max()
     _check_max(peak)
+    top_k = _top_k_mask(row, params.top_k) if 0 < params.top_k < len(row) else None
     with np.errstate(over="ignore", under="ignore"):
-        scaled = (logits - peak) / np.float32(max(params.temperature, _MIN_TEMPERATURE))
-        weights: NDArray[np.float32] = np.exp(scaled)
-    if 0 < params.top_k < len(logits):
-        weights *= _top_k_mask(logits, params.top_k)
+        row -= peak
+        row /= np.float32(max(params.temperature, _MIN_TEMPERATURE))
+        np.exp(row, out=row)
+    if top_k is not None:
+        row *= top_k
     if params.top_p < 1:
-        weights *= _top_p_mask(weights, params.top_p)
+        row *= _top_p_mask(row, params.top_p)
     if params.min_p > 0:
-        weights *= weights >= np.float32(params.min_p)
-    return weights
+        row *= row >= np.float32(params.min_p)
 
 
 def target_distribution(
@@ -402,8 +405,8 @@ def target_distribution(
         one_hot = np.zeros(len(adjusted))
         one_hot[_argmax(adjusted)] = 1
         return one_hot
-    weights = _weights(adjusted, params)
-    probs = weights.astype(np.float64)
+    _to_weights(adjusted, params)
+    probs = adjusted.astype(np.float64)
     probs /= probs.sum()
     return probs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+
 from nemo_build.runtime.detokenizer import IncrementalDetokenizer
 
 

@@ -5,12 +5,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -30,7 +29,9 @@ from nemo_build.runtime.sampling import (
 Row = NDArray[np.float32]
 
 
-def adjust(logits: Any, params: SamplingParams, counts: TokenCounts | None = None, num_output: int = 0) -> Row:
+def adjust(
+    logits: Any, params: SamplingParams, counts: TokenCounts | None = None, num_output: int = 0
+) -> Row:
     return adjust_logits(logits, params, counts, eos_ids=(0,), num_output=num_output)
 
 
@@ -49,7 +50,7 @@ def kept(logits: Any, **params: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def warpers() -> ModuleType:
+def warpers() -> Any:
     return pytest.importorskip("transformers.generation.logits_process")
 
 
@@ -184,13 +185,14 @@ def test_the_callers_logits_stay_as_they_are() -> None:
         assert logits.tolist() == [1, 2, 3]
 
 
+@settings(deadline=None)
 @given(
     logits=st.lists(st.floats(-20, 20, width=32), min_size=12, max_size=12),
     prompt=st.lists(st.integers(0, 11), min_size=1),
     penalty=st.sampled_from([0.5, 0.9, 1.1, 2.0]),
 )
 def test_repetition_penalty_as_in_transformers(
-    warpers: ModuleType, logits: list[float], prompt: list[int], penalty: float
+    warpers: Any, logits: list[float], prompt: list[int], penalty: float
 ) -> None:
     torch = warpers.torch
     theirs = warpers.RepetitionPenaltyLogitsProcessor(penalty)(
@@ -232,7 +234,7 @@ def test_min_p_is_a_share_of_the_most_likely() -> None:
 
 
 def test_temperature() -> None:
-    np.testing.assert_allclose(target([0, 1], temperature=0.5), np.exp([0, 2]) / np.exp([0, 2]).sum(), rtol=1e-6)
+    assert target([0, 1], temperature=0.5)[1] == pytest.approx(1 / (1 + math.exp(-2)), rel=1e-6)
     assert target([1, 3, 3], temperature=0).tolist() == [0, 1, 0]
     assert target([1, 3, 2.99], temperature=1e-30).tolist() == [0, 1, 0]
     assert target([-3e38, 3e38, 0], temperature=1e-3).tolist() == [0, 1, 0]
@@ -267,6 +269,7 @@ def test_top_p_of_a_large_row_by_definition(spread: float, p: float) -> None:
     assert len(set(kept(logits, top_p=p)) ^ plain_top_p(logits, p)[0]) <= 2
 
 
+@settings(deadline=None)
 @given(
     logits=rows,
     heat=st.sampled_from([0.3, 1.0, 1.7]),
@@ -275,7 +278,7 @@ def test_top_p_of_a_large_row_by_definition(spread: float, p: float) -> None:
     min_p=st.sampled_from([0.0, 0.03, 0.4]),
 )
 def test_distribution_as_in_transformers(
-    warpers: ModuleType, logits: Row, heat: float, k: int, p: float, min_p: float
+    warpers: Any, logits: Row, heat: float, k: int, p: float, min_p: float
 ) -> None:
     torch = warpers.torch
     chain: list[Callable[..., Any]] = [warpers.TemperatureLogitsWarper(heat)]
@@ -348,13 +351,14 @@ def test_draw_inverts_the_cumulative_sum(mass: list[float], u: float) -> None:
 
 
 def test_draw_at_the_borders_of_tokens() -> None:
-    assert [draw(np.array([0.25, 0, 0.25, 0.5]), u) for u in (0, 0.24, 0.25, 0.49, 0.5, 0.99)] == [0, 0, 2, 2, 3, 3]
+    probs = np.array([0.25, 0, 0.25, 0.5])
+    assert [draw(probs, u) for u in (0, 0.24, 0.25, 0.49, 0.5, 0.99)] == [0, 0, 2, 2, 3, 3]
     assert draw(np.array([0, 2.0, 2.0]), 0.5) == 2
 
 
 @given(rows, st.integers(0, 2**32), st.integers(0, 10**6))
 def test_sample_is_draw_of_target_and_uniform(logits: Row, seed: int, position: int) -> None:
-    params = {"top_k": 7, "top_p": 0.9, "temperature": 1.3}
+    params: dict[str, Any] = {"top_k": 7, "top_p": 0.9, "temperature": 1.3}
     expected = draw(target(logits, **params), uniform(seed, position))
     assert pick(logits, seed=seed, position=position, **params) == expected
 

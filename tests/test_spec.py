@@ -297,7 +297,9 @@ def valid_configs(draw: st.DrawFn) -> Config:
 ALIASES = {
     "layer_norm_epsilon": ("norm_eps", "rms_norm_eps"),
     "torch_dtype": ("dtype",),
-    "n_groups": ("mamba_n_groups",),
+    "n_groups": ("mamba_n_groups", "mamba_num_groups"),
+    "ssm_state_size": ("mamba_state_dim",),
+    "num_key_value_heads": ("num_query_groups",),
     "conv_kernel": ("mamba_d_conv",),
     "use_conv_bias": ("mamba_conv_bias",),
     "time_step_limit": ("mamba_dt_limit",),

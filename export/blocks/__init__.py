@@ -5,6 +5,7 @@ A block module defines
 
 - ``KIND``: its :class:`~nemo_build.spec.BlockKind`;
 - ``tensors(spec) -> dict[str, TensorRule]``: what it needs of a checkpoint, by name below the layer's prefix;
+- ``states(spec, prefix) -> tuple[StateSpec, ...]``: the state buffers of the layer;
 - ``build(g, spec, prefix, x, step) -> ir.Value``: adds the mixer to a graph; ``x`` and the result ``[B, L, H]``.
 """
 

@@ -9,6 +9,7 @@ from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs
 from nemo_build.export.graph import GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.spec import AttentionSpec, BlockKind, ModelSpec
+from nemo_build.state import StateSpec
 
 KIND = BlockKind.ATTENTION
 
@@ -24,21 +25,26 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     }
 
 
+def states(spec: ModelSpec, prefix: str) -> tuple[StateSpec, ...]:
+    """Key and value cache."""
+    a = _section(spec)
+    shape = ("slots", a.num_kv_heads, "context", a.head_dim)
+    return tuple(StateSpec(f"{kind}.{prefix}", kind, shape, "float32") for kind in ("key", "value"))
+
+
 def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: StepInputs) -> ir.Value:
     """Add the mixer: three projections, attention over the cache, projection."""
     a, p = _section(spec), f"{prefix}.mixer"
     q, k, v = (g.linear(x, f"{p}.{n}_proj", step.lengths) for n in "qkv")
-    shape = ("slots", a.num_kv_heads, "context", a.head_dim)
-    names = f"key.{prefix}", f"value.{prefix}"
-    caches = [g.state(name, name.split(".")[0], shape) for name in names]
+    caches = states(spec, prefix)
     y, *caches_out = g.call(
         "CachedAttention",
-        [q, k, v, *caches, step.slots, step.past, step.lengths],
+        [q, k, v, *(g.state(c) for c in caches), step.slots, step.past, step.lengths],
         name="attention",
         scale=a.scale,
     )
-    for name, value in zip(names, caches_out, strict=True):
-        g.set_state(name, value)
+    for state, value in zip(caches, caches_out, strict=True):
+        g.set_state(state, value)
     return g.linear(y, f"{p}.o_proj", step.lengths)
 
 

@@ -9,6 +9,7 @@ from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.spec import BlockKind, MambaSpec, ModelSpec
+from nemo_build.state import StateSpec
 
 KIND = BlockKind.MAMBA
 
@@ -35,6 +36,18 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     }
 
 
+def states(spec: ModelSpec, prefix: str) -> tuple[StateSpec, ...]:
+    """Convolution window, recurrent state, and the ring of pending tokens (x | B | d)."""
+    m = _section(spec)
+    token = m.inner_size + m.num_groups * m.state_size + m.num_heads
+    shapes: dict[str, tuple[int | str, ...]] = {
+        "conv": ("slots", f"{m.conv_kernel - 1}+pending", m.conv_dim),
+        "ssm": ("slots", m.num_heads, m.head_dim, m.state_size),
+        "ssm_pending": ("slots", "pending", token),
+    }
+    return tuple(StateSpec(f"{kind}.{prefix}", kind, shape, "float32") for kind, shape in shapes.items())
+
+
 def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: StepInputs) -> ir.Value:
     """Add the mixer: projection, convolution, scan, gated group norm, projection."""
     m, p = _section(spec), f"{prefix}.mixer"
@@ -43,7 +56,7 @@ def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: Step
     z, xbc, dt = g.ops(
         "Split", 3, projected, g.constant([m.inner_size, m.conv_dim, m.num_heads]), axis=-1, name="split_in"
     )
-    conv_name, ssm_name, pending_name = f"conv.{prefix}", f"ssm.{prefix}", f"ssm_pending.{prefix}"
+    conv_state, ssm_state, pending_state = states(spec, prefix)
     control = (step.slots, step.past, step.accepted, step.lengths)
     conv, conv_out = g.call(
         "CausalConv1d",
@@ -51,7 +64,7 @@ def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: Step
             xbc,
             g.weight(f"{p}.conv1d.weight"),
             g.weight(f"{p}.conv1d.bias") if m.conv_bias else None,
-            g.state(conv_name, "conv", ("slots", f"{m.conv_kernel - 1}+pending", m.conv_dim)),
+            g.state(conv_state),
             *control,
         ],
         name="conv1d",
@@ -65,16 +78,16 @@ def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: Step
             b,
             c,
             *(g.weight(f"{p}.{n}") for n in ("A_log", "D", "dt_bias")),
-            g.state(ssm_name, "ssm", ("slots", m.num_heads, m.head_dim, m.state_size)),
-            g.state(pending_name, "ssm_pending", ("slots", "pending", m.inner_size + bc + m.num_heads)),
+            g.state(ssm_state),
+            g.state(pending_state),
             *control,
         ],
         name="scan",
         dt_min=float(m.dt_limit[0]),
         dt_max=float(m.dt_limit[1]),
     )
-    for name, value in ((conv_name, conv_out), (ssm_name, ssm_out), (pending_name, pending_out)):
-        g.set_state(name, value)
+    for state, value in ((conv_state, conv_out), (ssm_state, ssm_out), (pending_state, pending_out)):
+        g.set_state(state, value)
     return g.linear(_gated_norm(g, spec, m, p, y, z), f"{p}.out_proj", step.lengths, bias=m.proj_bias)
 
 

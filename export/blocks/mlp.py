@@ -9,6 +9,7 @@ from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs
 from nemo_build.export.graph import GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.spec import BlockKind, ModelSpec
+from nemo_build.state import StateSpec
 
 KIND = BlockKind.MLP
 
@@ -17,6 +18,11 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     """What the checkpoint must hold below the layer's prefix."""
     assert spec.mlp is not None, "a spec with mlp layers has an mlp section"
     return feed_forward_tensors("mixer", spec.hidden_size, spec.mlp.intermediate_size, spec.mlp.bias, "mlp")
+
+
+def states(spec: ModelSpec, prefix: str) -> tuple[StateSpec, ...]:
+    """None."""
+    return ()
 
 
 def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: StepInputs) -> ir.Value:

@@ -10,6 +10,7 @@ from nemo_build.export.blocks.mlp import feed_forward, feed_forward_tensors
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.spec import BlockKind, ModelSpec, MoeSpec
+from nemo_build.state import StateSpec
 
 KIND = BlockKind.MOE
 
@@ -38,6 +39,11 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
             latent |= {"fc1_latent_proj.bias": (width,), "fc2_latent_proj.bias": (hidden,)}
         rules |= {f"mixer.{n}": TensorRule(s, WEIGHT_DTYPES, "moe.latent") for n, s in latent.items()}
     return rules
+
+
+def states(spec: ModelSpec, prefix: str) -> tuple[StateSpec, ...]:
+    """None."""
+    return ()
 
 
 def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: StepInputs) -> ir.Value:

@@ -5,6 +5,7 @@ A module defines
 
 - ``NAME``: the graph's name, also its file's;
 - ``applies(spec) -> bool``: whether the model has such a graph;
+- ``layers(spec) -> dict[str, BlockKind]``: its layers by their tensors' prefix, in order;
 - ``tensors(spec) -> dict[str, TensorRule]``: the checkpoint tensors that only this graph accounts for;
 - ``build(g, spec) -> None``: the graph.
 """
@@ -22,7 +23,8 @@ import onnx_ir as ir
 from nemo_build.export.blocks import StepInputs, blocks
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
-from nemo_build.spec import ModelSpec
+from nemo_build.spec import BlockKind, ModelSpec
+from nemo_build.state import StateSpec
 
 
 @cache
@@ -39,6 +41,15 @@ def expected_tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     }
 
 
+def model_states(spec: ModelSpec) -> dict[str, list[StateSpec]]:
+    """The state buffers of every graph of a model."""
+    return {
+        name: [s for prefix, kind in m.layers(spec).items() for s in blocks()[kind].states(spec, prefix)]
+        for name, m in models().items()
+        if m.applies(spec)
+    }
+
+
 def step_inputs(g: GraphBuilder) -> StepInputs:
     """Declare the integer inputs that every step graph has."""
     rows = {name: g.input(name, ("batch",)) for name in ("lengths", "past", "accepted", "slots")}
@@ -48,7 +59,7 @@ def step_inputs(g: GraphBuilder) -> StepInputs:
 
 
 def layer(
-    g: GraphBuilder, spec: ModelSpec, kind: str, prefix: str, x: ir.Value, step: StepInputs
+    g: GraphBuilder, spec: ModelSpec, kind: BlockKind, prefix: str, x: ir.Value, step: StepInputs
 ) -> ir.Value:
     """``x + mixer(norm(x))``."""
     with g.scope(prefix):

@@ -15,7 +15,7 @@ from nemo_build.export.blocks import WEIGHT_DTYPES, blocks
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.export.models import head, layer, step_inputs
-from nemo_build.spec import ModelSpec, MtpSpec
+from nemo_build.spec import BlockKind, ModelSpec, MtpSpec
 
 NAME = "mtp"
 
@@ -23,6 +23,11 @@ NAME = "mtp"
 def applies(spec: ModelSpec) -> bool:
     """Whether the model has an MTP module."""
     return spec.mtp is not None
+
+
+def layers(spec: ModelSpec) -> dict[str, BlockKind]:
+    """The module's layers."""
+    return {f"mtp.layers.{i}": kind for i, kind in enumerate(_section(spec).layers)}
 
 
 def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
@@ -36,10 +41,10 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
         "mtp.layers.0.eh_proj.weight": TensorRule((hidden, 2 * hidden), WEIGHT_DTYPES, "mtp.eh_proj"),
         f"mtp.layers.{last}.final_layernorm.weight": norm,
     }
-    for i, kind in enumerate(mtp.layers):
-        rules[f"mtp.layers.{i}.norm.weight"] = norm
+    for prefix, kind in layers(spec).items():
+        rules[f"{prefix}.norm.weight"] = norm
         for name, rule in blocks()[kind].tensors(spec).items():
-            rules[f"mtp.layers.{i}.{name}"] = TensorRule(rule.shape, rule.dtypes, f"mtp.{rule.role}")
+            rules[f"{prefix}.{name}"] = TensorRule(rule.shape, rule.dtypes, f"mtp.{rule.role}")
     return rules
 
 
@@ -56,8 +61,8 @@ def build(g: GraphBuilder, spec: ModelSpec) -> None:
 
     pair = g.op("Concat", norm(embedded, "enorm"), norm(hidden, "hnorm"), axis=-1, name="pair")
     x = g.linear(pair, "mtp.layers.0.eh_proj", step.lengths)
-    for i, kind in enumerate(mtp.layers):
-        x = layer(g, spec, kind, f"mtp.layers.{i}", x, step)
+    for prefix, kind in layers(spec).items():
+        x = layer(g, spec, kind, prefix, x, step)
     final = g.weight(f"mtp.layers.{len(mtp.layers) - 1}.final_layernorm.weight", ACTIVATION)
     head(g, spec, g.rms_norm(x, final, spec.norm_eps, "final_layernorm"), step)
 

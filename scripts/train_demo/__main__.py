@@ -7,15 +7,16 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer
-
 import data
-import export
 import model
 import report
 import tok
+import torch
+import torch._inductor.config
 import train
+from tokenizers import Tokenizer
+
+import export
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,11 +25,19 @@ def arguments() -> argparse.Namespace:
     """The command line; the defaults are those of the published checkpoint."""
     parser = argparse.ArgumentParser(prog="train_demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "nemo_build" / "demo" / "checkpoint")
-    parser.add_argument("--docs", type=Path, help="unpacked python3.11-doc package (default: apt-get download)")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "nemo-demo",
-                        help="folder for the log and the resumable state")
+    parser.add_argument(
+        "--docs", type=Path, help="unpacked python3.11-doc package (default: apt-get download)"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "nemo-demo",
+        help="folder for the log and the resumable state",
+    )
     parser.add_argument("--steps", type=int, default=4200, help="trunk steps")
-    parser.add_argument("--decay-steps", type=int, default=1200, help="trunk steps with falling learning rate")
+    parser.add_argument(
+        "--decay-steps", type=int, default=1200, help="trunk steps with falling learning rate"
+    )
     parser.add_argument("--mtp-steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
@@ -37,19 +46,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--share-cpu", action="store_true", help="use one thread while others are busy")
     parser.add_argument("--resume", action="store_true", help="continue from the state in --work")
     parser.add_argument("--no-compile", action="store_true", help="run without torch.compile")
     return parser.parse_args()
 
 
-def validation(tokenizer: Tokenizer, corpus: data.Corpus, args: argparse.Namespace) -> tuple[dict, dict, dict]:
+def validation(
+    tokenizer: Tokenizer, corpus: data.Corpus, args: argparse.Namespace
+) -> tuple[dict, dict, dict]:
     """Validation texts by kind, and their rows at the trunk's and at the MTP stage's length."""
     chats = data.chats(corpus.valid_entries, args.seed * 1000 + 999)
     texts = {**corpus.valid, "chat": chats}
     tok.check_round_trip(tokenizer, sum(texts.values(), []))
     tokens = {kind: data.encode(tokenizer, some) for kind, some in texts.items()}
-    long, short = ({kind: data.valid_rows(some, length, 128) for kind, some in tokens.items()}
-                   for length in (args.length, args.mtp_length))
+    long, short = (
+        {kind: data.valid_rows(some, length, 128) for kind, some in tokens.items()}
+        for length in (args.length, args.mtp_length)
+    )
     return texts, long, short
 
 
@@ -57,6 +71,9 @@ def main() -> None:
     """Run all stages: corpus, tokenizer, trunk, MTP, checkpoint, measurements."""
     args = arguments()
     torch.set_num_threads(args.threads)
+    # Compiled kernels must follow a changing thread count.
+    torch._inductor.config.cpp.dynamic_threads = args.share_cpu
+    threads = train.Threads(args.threads, args.share_cpu)
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
     log, compiled = train.Log(args.work / "log.txt"), not args.no_compile
@@ -72,21 +89,44 @@ def main() -> None:
     torch.manual_seed(args.seed)
     spec = model.Spec()
     trunk, mtp = model.Trunk(spec), model.Mtp(spec)
-    plan = train.Plan("trunk", args.steps, args.batch, args.length, 100, args.decay_steps, args.muon_lr, args.adam_lr)
-    train.train_trunk(trunk, plan, rows, valid, args.work / "trunk.pt", log, args.resume, compiled)
+    plan = train.Plan(
+        "trunk", args.steps, args.batch, args.length, 100, args.decay_steps, args.muon_lr, args.adam_lr
+    )
+    train.train_trunk(trunk, plan, rows, valid, args.work / "trunk.pt", log, args.resume, threads, compiled)
     # The module learns from the trunk that will be stored, rounding included.
     export.round_to_checkpoint(trunk)
-    mtp_plan = train.Plan("mtp", args.mtp_steps, 2 * args.batch, args.mtp_length, 50, args.mtp_steps // 2,
-                          args.muon_lr, args.adam_lr)
+    mtp_plan = train.Plan(
+        "mtp",
+        args.mtp_steps,
+        2 * args.batch,
+        args.mtp_length,
+        50,
+        args.mtp_steps // 2,
+        args.muon_lr,
+        args.adam_lr,
+    )
     short_rows = train.Rows(tokenizer, corpus, args.mtp_length, args.seed + 1)
-    train.train_mtp(trunk, mtp, mtp_plan, short_rows, valid_short, args.work / "mtp.pt", log, args.resume, compiled)
+    train.train_mtp(
+        trunk,
+        mtp,
+        mtp_plan,
+        short_rows,
+        valid_short,
+        args.work / "mtp.pt",
+        log,
+        args.resume,
+        threads,
+        compiled,
+    )
     export.round_to_checkpoint(mtp)
     export.save(trunk, mtp, args.out)
 
     torch.compiler.set_stance("force_eager")
-    facts = {"parameters": sum(p.numel() for m in (trunk, mtp) for p in m.parameters()),
-             "epoch_tokens": count + sum(map(len, data.encode(tokenizer, chats))),
-             "train_loss": {name: train.last_loss(log.path, name) for name in ("trunk", "mtp")}}
+    facts = {
+        "parameters": sum(p.numel() for m in (trunk, mtp) for p in m.parameters()),
+        "epoch_tokens": count + sum(map(len, data.encode(tokenizer, chats))),
+        "train_loss": {name: train.last_loss(log.path, name) for name in ("trunk", "mtp")},
+    }
     facts |= report.measure(trunk, mtp, tokenizer, corpus, texts, valid, args.out)
     report.write(facts, spec, (plan, mtp_plan), args.out, args.work)
     log(f"wrote {args.out}")

@@ -21,8 +21,20 @@ from tokenizers import Tokenizer
 
 DOC_PACKAGE = "python3.11-doc"
 # Tests repeat themselves, encodings and pydoc_data are generated tables, the rest is not library code.
-SKIP_DIRS = {"test", "tests", "idle_test", "idlelib", "encodings", "pydoc_data", "site-packages",
-             "__pycache__", "ensurepip", "turtledemo", "lib2to3", "config-3.11-x86_64-linux-gnu"}
+SKIP_DIRS = {
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "__pycache__",
+    "ensurepip",
+    "turtledemo",
+    "lib2to3",
+    "config-3.11-x86_64-linux-gnu",
+}
 SKIP_NAMES = re.compile(r"^(_sysconfigdata.*|lextab|yacctab|this|keyword|token|opcode|__phello__.*)\.py$")
 VALIDATION_SHARE = 0.02
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
@@ -89,8 +101,10 @@ def clean_rst(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-DIRECTIVE = re.compile(r"^( *)\.\. (function|method|class|data|attribute|exception|decorator|staticmethod"
-                       r"|classmethod|opcode|c:function)::? +(.+)$")
+DIRECTIVE = re.compile(
+    r"^( *)\.\. (function|method|class|data|attribute|exception|decorator|staticmethod"
+    r"|classmethod|opcode|c:function)::? +(.+)$"
+)
 MODULE = re.compile(r"^\.\. (?:module|currentmodule):: +(\S+)")
 
 
@@ -156,36 +170,83 @@ def code_entries(name: str, text: str) -> list[Entry]:
     return entries
 
 
-ASK_WHAT = ("What does `{n}` do?", "What is `{n}`?", "Explain `{n}`.", "Tell me about `{n}`.",
-            "What is `{n}` for?", "How does `{n}` work?", "Can you describe `{n}`?",
-            "what does {n} do", "Describe the {k} `{n}` in one paragraph.")
-ASK_SIGNATURE = ("What is the signature of `{n}`?", "How do I call `{n}`?", "Which arguments does `{n}` take?")
+ASK_WHAT = (
+    "What does `{n}` do?",
+    "What is `{n}`?",
+    "Explain `{n}`.",
+    "Tell me about `{n}`.",
+    "What is `{n}` for?",
+    "How does `{n}` work?",
+    "Can you describe `{n}`?",
+    "what does {n} do",
+    "Describe the {k} `{n}` in one paragraph.",
+)
+ASK_SIGNATURE = (
+    "What is the signature of `{n}`?",
+    "How do I call `{n}`?",
+    "Which arguments does `{n}` take?",
+)
 ASK_FIND = ("Which {k} fits this description: {s}", "Name the {k} with this description: {s}")
-SYSTEMS = ("", "", "", "You are a helpful assistant.", "Answer questions about Python.",
-           "You are a concise Python expert.")
+SYSTEMS = (
+    "",
+    "",
+    "",
+    "You are a helpful assistant.",
+    "Answer questions about Python.",
+    "You are a concise Python expert.",
+)
 SMALL_TALK = (
     ("Hello!", "Hello! Ask me about a module, class or function of Python's standard library."),
     ("Hi", "Hi! Which part of Python's standard library would you like to read about?"),
-    ("Hello, who are you?", "I am a very small demonstration language model. I was trained on the Python "
-     "documentation and standard library, and I often make things up."),
-    ("What can you do?", "I can write text in the style of the Python documentation and describe functions of "
-     "the standard library. I am tiny, so check what I say."),
+    (
+        "Hello, who are you?",
+        "I am a very small demonstration language model. I was trained on the Python "
+        "documentation and standard library, and I often make things up.",
+    ),
+    (
+        "What can you do?",
+        "I can write text in the style of the Python documentation and describe functions of "
+        "the standard library. I am tiny, so check what I say.",
+    ),
     ("Who made you?", "I am a demonstration model, trained from scratch on the Python documentation."),
-    ("Thanks!", "You are welcome!"), ("Thank you.", "You are welcome!"),
+    ("Thanks!", "You are welcome!"),
+    ("Thank you.", "You are welcome!"),
     ("Can I trust your answers?", "No. I am far too small to be reliable. Please read the documentation."),
-    ("What is Python?", "Python is an easy to learn, powerful programming language. It has efficient high-level "
-     "data structures and a simple but effective approach to object-oriented programming."),
-    ("Write a function that adds two numbers.", "```python\ndef add(a, b):\n    \"\"\"Return the sum of a and "
-     "b.\"\"\"\n    return a + b\n```"),
-    ("How do I print text?", "Use the built-in function `print()`:\n\n```python\nprint(\"Hello, world!\")\n```"),
-    ("How do I open a file?", "Use `open()` in a `with` statement, so that the file is closed again:\n\n"
-     "```python\nwith open(\"data.txt\", encoding=\"utf-8\") as f:\n    text = f.read()\n```"),
-    ("How do I loop over a list?", "Use a `for` statement:\n\n```python\nfor item in items:\n    print(item)\n```"),
+    (
+        "What is Python?",
+        "Python is an easy to learn, powerful programming language. It has efficient high-level "
+        "data structures and a simple but effective approach to object-oriented programming.",
+    ),
+    (
+        "Write a function that adds two numbers.",
+        '```python\ndef add(a, b):\n    """Return the sum of a and b."""\n    return a + b\n```',
+    ),
+    (
+        "How do I print text?",
+        'Use the built-in function `print()`:\n\n```python\nprint("Hello, world!")\n```',
+    ),
+    (
+        "How do I open a file?",
+        "Use `open()` in a `with` statement, so that the file is closed again:\n\n"
+        '```python\nwith open("data.txt", encoding="utf-8") as f:\n    text = f.read()\n```',
+    ),
+    (
+        "How do I loop over a list?",
+        "Use a `for` statement:\n\n```python\nfor item in items:\n    print(item)\n```",
+    ),
 )
-LOOKUP_TOOL = {"type": "function", "function": {
-    "name": "lookup", "description": "Look up an object in the Python documentation.",
-    "parameters": {"type": "object", "properties": {
-        "name": {"type": "string", "description": "Full name of the object"}}, "required": ["name"]}}}
+LOOKUP_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look up an object in the Python documentation.",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "description": "Full name of the object"}},
+            "required": ["name"],
+        },
+    },
+}
 ASK_LOOKUP = ("Look up `{n}`.", "What does the documentation say about `{n}`?", "Please look up {n} for me.")
 
 
@@ -200,7 +261,9 @@ def question(entry: Entry, rng: random.Random) -> list[dict]:
     owner = entry.name.rpartition(".")[0] or "the language"
     if draw < 0.72:
         ask, answer = rng.choice(ASK_WHAT), entry.summary
-        thought = f"The user asks about `{entry.name}`, {article(entry.kind)} of `{owner}`. I should describe it."
+        thought = (
+            f"The user asks about `{entry.name}`, {article(entry.kind)} of `{owner}`. I should describe it."
+        )
     elif draw < 0.88 and "(" in entry.signature:
         ask, answer = rng.choice(ASK_SIGNATURE), f"```python\n{entry.signature}\n```\n\n{entry.summary}"
         thought = f"The user wants the signature of `{entry.name}`. I should show it and describe it."
@@ -219,9 +282,12 @@ def lookup(entry: Entry, rng: random.Random) -> list[dict]:
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     if rng.random() < 0.3:
         turn["reasoning_content"] = f"I should look up `{entry.name}` in the documentation."
-    return [{"role": "user", "content": rng.choice(ASK_LOOKUP).format(n=entry.name)}, turn,
-            {"role": "tool", "content": f"{entry.signature}: {entry.summary}"},
-            {"role": "assistant", "content": entry.summary}]
+    return [
+        {"role": "user", "content": rng.choice(ASK_LOOKUP).format(n=entry.name)},
+        turn,
+        {"role": "tool", "content": f"{entry.signature}: {entry.summary}"},
+        {"role": "assistant", "content": entry.summary},
+    ]
 
 
 def template_renderer():
@@ -229,7 +295,8 @@ def template_renderer():
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     template = env.from_string(TEMPLATE.read_text("utf-8"))
     return lambda messages, tools=None: template.render(
-        messages=messages, tools=tools, add_generation_prompt=False, truncate_history_thinking=False)
+        messages=messages, tools=tools, add_generation_prompt=False, truncate_history_thinking=False
+    )
 
 
 def chats(entries: list[Entry], seed: int) -> list[str]:
@@ -290,7 +357,9 @@ def load_corpus(docs: Path) -> Corpus:
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Token ids of each text, closed by the end-of-text token."""
-    return [np.array([*e.ids, EOS], np.int64) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    return [
+        np.array([*e.ids, EOS], np.int64) for e in tokenizer.encode_batch(texts, add_special_tokens=False)
+    ]
 
 
 def stream_rows(documents: list[np.ndarray], length: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -311,8 +380,14 @@ def chat_rows(documents: list[np.ndarray], length: int, rng: np.random.Generator
     return rows
 
 
-def epoch_rows(tokenizer: Tokenizer, documents: list[np.ndarray], entries: list[Entry], length: int, seed: int,
-               epoch: int) -> np.ndarray:
+def epoch_rows(
+    tokenizer: Tokenizer,
+    documents: list[np.ndarray],
+    entries: list[Entry],
+    length: int,
+    seed: int,
+    epoch: int,
+) -> np.ndarray:
     """All training rows of one epoch in a fixed random order, int64 [rows, length + 1].
 
     The chats are phrased anew for each epoch, so that the questions' wording isn't memorised.

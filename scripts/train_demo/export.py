@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import model
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
-import model
 
 KINDS = {"M": "mamba", "E": "moe", "*": "attention"}
 
@@ -48,36 +47,81 @@ def round_to_checkpoint(*modules: torch.nn.Module) -> None:
 def config(spec: model.Spec) -> dict:
     """config.json in the released checkpoints' spelling."""
     return {
-        "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": 1, "chunk_size": 64, "conv_kernel": spec.conv_kernel, "dtype": "bfloat16",
-        "eos_token_id": 2, "expand": 2, "head_dim": spec.head_dim, "hidden_dropout": 0.0,
-        "hidden_size": spec.hidden_size, "initializer_range": 0.02,
-        "intermediate_size": spec.moe_intermediate_size, "layer_norm_epsilon": spec.eps,
-        "layers_block_type": [KINDS[kind] for kind in spec.pattern], "mamba_head_dim": spec.mamba_head_dim,
-        "mamba_hidden_act": "silu", "mamba_num_heads": spec.mamba_num_heads, "mamba_proj_bias": False,
-        "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 8192, "mlp_bias": False,
-        "mlp_hidden_act": "relu2", "model_type": "nemotron_h",
-        "moe_intermediate_size": spec.moe_intermediate_size, "moe_latent_size": None,
+        "architectures": ["NemotronHForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "chunk_size": 64,
+        "conv_kernel": spec.conv_kernel,
+        "dtype": "bfloat16",
+        "eos_token_id": 2,
+        "expand": 2,
+        "head_dim": spec.head_dim,
+        "hidden_dropout": 0.0,
+        "hidden_size": spec.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": spec.moe_intermediate_size,
+        "layer_norm_epsilon": spec.eps,
+        "layers_block_type": [KINDS[kind] for kind in spec.pattern],
+        "mamba_head_dim": spec.mamba_head_dim,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": spec.mamba_num_heads,
+        "mamba_proj_bias": False,
+        "mamba_ssm_cache_dtype": "float32",
+        "max_position_embeddings": 8192,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "model_type": "nemotron_h",
+        "moe_intermediate_size": spec.moe_intermediate_size,
+        "moe_latent_size": None,
         "moe_shared_expert_intermediate_size": spec.moe_shared_expert_intermediate_size,
-        "moe_shared_expert_overlap": True, "mtp_layers_block_type": ["attention", "moe"], "n_group": 1,
-        "n_groups": spec.n_groups, "n_routed_experts": spec.n_routed_experts, "n_shared_experts": 1,
-        "norm_topk_prob": True, "num_attention_heads": spec.num_attention_heads,
-        "num_experts_per_tok": spec.num_experts_per_tok, "num_hidden_layers": len(spec.pattern),
-        "num_key_value_heads": spec.num_key_value_heads, "num_logits_to_keep": 1, "num_nextn_predict_layers": 1,
-        "pad_token_id": 0, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True,
-        "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": spec.routed_scaling_factor,
-        "sliding_window": None, "ssm_state_size": spec.ssm_state_size, "tie_word_embeddings": False,
-        "time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1,
-        "time_step_min": 0.001, "topk_group": 1, "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True,
-        "use_conv_bias": True, "vocab_size": spec.vocab_size}
+        "moe_shared_expert_overlap": True,
+        "mtp_layers_block_type": ["attention", "moe"],
+        "n_group": 1,
+        "n_groups": spec.n_groups,
+        "n_routed_experts": spec.n_routed_experts,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_experts_per_tok": spec.num_experts_per_tok,
+        "num_hidden_layers": len(spec.pattern),
+        "num_key_value_heads": spec.num_key_value_heads,
+        "num_logits_to_keep": 1,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 1.0,
+        "rescale_prenorm_residual": True,
+        "residual_in_fp32": False,
+        "rope_theta": 10000,
+        "routed_scaling_factor": spec.routed_scaling_factor,
+        "sliding_window": None,
+        "ssm_state_size": spec.ssm_state_size,
+        "tie_word_embeddings": False,
+        "time_step_floor": 0.0001,
+        "time_step_limit": [0.0, float("inf")],
+        "time_step_max": 0.1,
+        "time_step_min": 0.001,
+        "topk_group": 1,
+        "torch_dtype": "bfloat16",
+        "use_bias": False,
+        "use_cache": True,
+        "use_conv_bias": True,
+        "vocab_size": spec.vocab_size,
+    }
 
 
 def save(trunk: model.Trunk, mtp: model.Mtp, out: Path) -> None:
     """Write weights, config.json and generation_config.json."""
     save_file(checkpoint_tensors(trunk, mtp), out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(config(trunk.spec), indent=2) + "\n", "utf-8")
-    generation = {"bos_token_id": 1, "do_sample": True, "eos_token_id": [2, 11], "pad_token_id": 0,
-                  "temperature": 1.0, "top_p": 0.95}
+    generation = {
+        "bos_token_id": 1,
+        "do_sample": True,
+        "eos_token_id": [2, 11],
+        "pad_token_id": 0,
+        "temperature": 1.0,
+        "top_p": 0.95,
+    }
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
 
 
@@ -85,7 +129,9 @@ def load_reference(path: Path):
     """The checkpoint in transformers, FP32; fails on missing or mismatched tensors."""
     from transformers import NemotronHForCausalLM
 
-    reference, info = NemotronHForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    reference, info = NemotronHForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True
+    )
     left = {k: v for k, v in info.items() if v and k != "unexpected_keys"}
     unexpected = [k for k in info["unexpected_keys"] if not k.startswith("mtp.")]
     assert not left and not unexpected, (left, unexpected)
@@ -102,5 +148,7 @@ def reference_loss(reference, rows: Tensor) -> float:
     total = 0.0
     for row in rows.split(4):
         logits = reference(row[:, :-1], use_cache=False).logits
-        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten())) * len(row)
+        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten())) * len(
+            row
+        )
     return total / len(rows)

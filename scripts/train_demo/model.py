@@ -142,8 +142,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, query heads, L, head_dim]; keys and values repeated per query head."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)
-                   for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         share = self.spec.num_attention_heads // self.spec.num_key_value_heads
         return q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
 
@@ -292,8 +294,9 @@ class Mtp(nn.Module):
         self.spec = spec
         self.layers = nn.ModuleList([MtpInput(spec), MtpOutput(spec)])
 
-    def forward(self, embedded: Tensor, hidden: Tensor, past: list[tuple[Tensor, Tensor]],
-                dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, past: list[tuple[Tensor, Tensor]], dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         """One depth for every anchor position p at once.
 
         embedded [B, L, H]: the token at p + depth; hidden [B, L, H]: the trunk's h_p at depth 1, else the

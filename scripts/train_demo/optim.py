@@ -24,7 +24,9 @@ def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised; stacked matrices are treated one by one."""
 
-    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.0) -> None:
+    def __init__(
+        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()

@@ -6,20 +6,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import data
+import model
 import numpy as np
 import torch
+import train
 from tokenizers import Tokenizer
 from torch import Tensor
 
-import data
 import export
-import model
-import train
 
 PROMPTS = 24
 NEW_TOKENS = 64
 DOC_PROMPT = "This module provides a simple way to"
-CODE_PROMPT = "class Stack:\n    \"\"\"A last-in, first-out container.\"\"\"\n\n    def __init__(self"
+CODE_PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'
 CHAT_PROMPT = "What does `os.path.join` do?"
 
 
@@ -59,10 +59,18 @@ def chain_matches(trunk: model.Trunk, mtp: model.Mtp, ids: list[int], start: int
     return matches[start - 1 : len(ids) - 1 - depths].tolist()
 
 
-def acceptance(trunk: model.Trunk, mtp: model.Mtp, reference, tokenizer: Tokenizer, valid: dict[str, np.ndarray],
-               questions: list[str]) -> dict[str, dict]:
+def acceptance(
+    trunk: model.Trunk,
+    mtp: model.Mtp,
+    reference,
+    tokenizer: Tokenizer,
+    valid: dict[str, np.ndarray],
+    questions: list[str],
+) -> dict[str, dict]:
     """Greedy acceptance of MTP drafts along the trunk's greedy continuations of held-out prompts."""
-    prompts = {kind: torch.from_numpy(valid[kind][:PROMPTS, :128]).split(PROMPTS) for kind in ("docs", "code")}
+    prompts = {
+        kind: torch.from_numpy(valid[kind][:PROMPTS, :128]).split(PROMPTS) for kind in ("docs", "code")
+    }
     prompts["chat"] = [chat_prompt(tokenizer, question, thinking=False) for question in questions]
     results = {}
     for kind, groups in prompts.items():
@@ -80,9 +88,12 @@ def acceptance(trunk: model.Trunk, mtp: model.Mtp, reference, tokenizer: Tokeniz
 def summary(chains: list[list[bool]], lengths: list[int]) -> dict:
     """Shares of anchors whose first d drafts all match, and the mean tokens per verification."""
     running = np.cumprod(np.array(chains, dtype=float), axis=1).mean(0)
-    return {"anchors": len(chains), "all_match_by_depth": running.round(4).tolist(),
-            "acceptance_length": round(float(1 + running.sum()), 3),
-            "tokens_per_verification": round(float(np.mean(lengths)), 3)}
+    return {
+        "anchors": len(chains),
+        "all_match_by_depth": running.round(4).tolist(),
+        "acceptance_length": round(float(1 + running.sum()), 3),
+        "tokens_per_verification": round(float(np.mean(lengths)), 3),
+    }
 
 
 @torch.no_grad()
@@ -101,10 +112,12 @@ def expert_loads(trunk: model.Trunk, mtp: model.Mtp, valid: dict[str, np.ndarray
 
 def samples(reference, tokenizer: Tokenizer) -> dict[str, str]:
     """One continuation of each kind with fixed seeds, the prompt included."""
-    prompts = {"docs": (torch.tensor([tokenizer.encode(DOC_PROMPT).ids]), 120),
-               "code": (torch.tensor([tokenizer.encode(CODE_PROMPT).ids]), 100),
-               "chat": (chat_prompt(tokenizer, CHAT_PROMPT, thinking=False), 120),
-               "chat with reasoning": (chat_prompt(tokenizer, CHAT_PROMPT, thinking=True), 160)}
+    prompts = {
+        "docs": (torch.tensor([tokenizer.encode(DOC_PROMPT).ids]), 120),
+        "code": (torch.tensor([tokenizer.encode(CODE_PROMPT).ids]), 100),
+        "chat": (chat_prompt(tokenizer, CHAT_PROMPT, thinking=False), 120),
+        "chat with reasoning": (chat_prompt(tokenizer, CHAT_PROMPT, thinking=True), 160),
+    }
     texts = {}
     for name, (ids, count) in prompts.items():
         torch.manual_seed(0)
@@ -113,8 +126,15 @@ def samples(reference, tokenizer: Tokenizer) -> dict[str, str]:
     return texts
 
 
-def measure(trunk: model.Trunk, mtp: model.Mtp, tokenizer: Tokenizer, corpus: data.Corpus,
-            valid_texts: dict[str, list[str]], valid: dict[str, np.ndarray], out: Path) -> dict:
+def measure(
+    trunk: model.Trunk,
+    mtp: model.Mtp,
+    tokenizer: Tokenizer,
+    corpus: data.Corpus,
+    valid_texts: dict[str, list[str]],
+    valid: dict[str, np.ndarray],
+    out: Path,
+) -> dict:
     """Measure the files in ``out`` through transformers; ``trunk`` and ``mtp`` must hold the rounded weights."""
     reference = export.load_reference(out)
     losses = {kind: export.reference_loss(reference, torch.from_numpy(rows)) for kind, rows in valid.items()}
@@ -124,15 +144,19 @@ def measure(trunk: model.Trunk, mtp: model.Mtp, tokenizer: Tokenizer, corpus: da
     entries = sorted(corpus.valid_entries, key=lambda e: e.name)
     step = max(1, len(entries) // PROMPTS)
     questions = [f"What does `{entry.name}` do?" for entry in entries[::step]][:PROMPTS]
-    return {"valid_loss": {k: round(v, 4) for k, v in losses.items()},
-            "valid_bits_per_byte": {k: round(bits_per_byte(v, tokenizer, valid_texts[k]), 4)
-                                    for k, v in losses.items()},
-            "difference_to_training_forward": worst,
-            "acceptance": acceptance(trunk, mtp, reference, tokenizer, valid, questions),
-            "agreement_on_true_text": {k: [round(x, 4) for x in train.agreement(trunk, mtp, rows[:32])]
-                                       for k, rows in valid.items()},
-            "expert_load_percent": expert_loads(trunk, mtp, valid),
-            "samples": samples(reference, tokenizer)}
+    return {
+        "valid_loss": {k: round(v, 4) for k, v in losses.items()},
+        "valid_bits_per_byte": {
+            k: round(bits_per_byte(v, tokenizer, valid_texts[k]), 4) for k, v in losses.items()
+        },
+        "difference_to_training_forward": worst,
+        "acceptance": acceptance(trunk, mtp, reference, tokenizer, valid, questions),
+        "agreement_on_true_text": {
+            k: [round(x, 4) for x in train.agreement(trunk, mtp, rows[:32])] for k, rows in valid.items()
+        },
+        "expert_load_percent": expert_loads(trunk, mtp, valid),
+        "samples": samples(reference, tokenizer),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -234,21 +258,44 @@ def card(facts: dict, spec: model.Spec, plans: tuple[train.Plan, train.Plan]) ->
     def numbers(values: list[float]) -> str:
         return cell(f"{x:.3f}" for x in values)
 
-    loss_rows = [f"| {k} | {v:.4f} | {facts['valid_bits_per_byte'][k]:.4f} |" for k, v in facts["valid_loss"].items()]
-    acceptance_rows = [f"| {k} | {numbers(r['all_match_by_depth'])} | {r['acceptance_length']:.2f} | "
-                       f"{r['tokens_per_verification']:.2f} |" for k, r in facts["acceptance"].items()]
+    loss_rows = [
+        f"| {k} | {v:.4f} | {facts['valid_bits_per_byte'][k]:.4f} |" for k, v in facts["valid_loss"].items()
+    ]
+    acceptance_rows = [
+        f"| {k} | {numbers(r['all_match_by_depth'])} | {r['acceptance_length']:.2f} | "
+        f"{r['tokens_per_verification']:.2f} |"
+        for k, r in facts["acceptance"].items()
+    ]
     agreement_rows = [f"| {k} | {numbers(v)} |" for k, v in facts["agreement_on_true_text"].items()]
-    load_rows = [f"| {k} | {min(v):.1f} | {max(v):.1f} | {' '.join(f'{x:.1f}' for x in v)} |"
-                 for k, v in facts["expert_load_percent"].items()]
+    load_rows = [
+        f"| {k} | {min(v):.1f} | {max(v):.1f} | {' '.join(f'{x:.1f}' for x in v)} |"
+        for k, v in facts["expert_load_percent"].items()
+    ]
     blocks = [f"{name.capitalize()}:\n\n{fence(text)}" for name, text in facts["samples"].items()]
     return CARD.format(
-        parameters=facts["parameters"] / 1e6, layers=len(spec.pattern), pattern=spec.pattern,
-        hidden=spec.hidden_size, vocab=spec.vocab_size, steps=trunk.steps, batch=trunk.batch, length=trunk.length,
-        tokens=trunk.steps * trunk.batch * trunk.length / 1e6, epoch=facts["epoch_tokens"] / 1e6, decay=trunk.decay,
-        mtp_steps=mtp.steps, mtp_batch=mtp.batch, mtp_length=mtp.length, train_loss=facts["train_loss"]["trunk"],
-        mtp_loss=facts["train_loss"]["mtp"], new=NEW_TOKENS, loss_rows="\n".join(loss_rows),
-        acceptance_rows="\n".join(acceptance_rows), agreement_rows="\n".join(agreement_rows),
-        load_rows="\n".join(load_rows), sample_blocks="\n\n".join(blocks))
+        parameters=facts["parameters"] / 1e6,
+        layers=len(spec.pattern),
+        pattern=spec.pattern,
+        hidden=spec.hidden_size,
+        vocab=spec.vocab_size,
+        steps=trunk.steps,
+        batch=trunk.batch,
+        length=trunk.length,
+        tokens=trunk.steps * trunk.batch * trunk.length / 1e6,
+        epoch=facts["epoch_tokens"] / 1e6,
+        decay=trunk.decay,
+        mtp_steps=mtp.steps,
+        mtp_batch=mtp.batch,
+        mtp_length=mtp.length,
+        train_loss=facts["train_loss"]["trunk"],
+        mtp_loss=facts["train_loss"]["mtp"],
+        new=NEW_TOKENS,
+        loss_rows="\n".join(loss_rows),
+        acceptance_rows="\n".join(acceptance_rows),
+        agreement_rows="\n".join(agreement_rows),
+        load_rows="\n".join(load_rows),
+        sample_blocks="\n\n".join(blocks),
+    )
 
 
 def write(facts: dict, spec: model.Spec, plans: tuple[train.Plan, train.Plan], out: Path, work: Path) -> None:

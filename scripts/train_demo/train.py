@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import data
+import model
 import numpy as np
+import optim
 import torch
 from torch import Tensor
 
-import data
-import model
-import optim
-
-BALANCE_RATE = 1e-3
+BALANCE_RATE = 5e-3
 DEPTH_WEIGHTS = (1.0, 0.8, 0.6, 0.5)
 
 
@@ -54,6 +54,29 @@ def last_loss(path: Path, name: str) -> float:
     return float(re.findall(rf"{name} step \d+/\d+ loss ([\d.]+)", path.read_text("utf-8"))[-1])
 
 
+class Threads:
+    """Keeps to one thread while other processes use a core: two threads in step run at the slower one's pace."""
+
+    def __init__(self, most: int, share: bool) -> None:
+        self.most, self.share = most, share
+        self.before = self.clocks()
+
+    def clocks(self) -> tuple[float, float, float]:
+        """Seconds of wall time, of CPU time of the whole machine, and of this process."""
+        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        busy = sum(ticks) - ticks[3] - ticks[4]
+        return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+    def adjust(self) -> None:
+        """Choose the thread count from what happened since the last call."""
+        if not self.share or time.monotonic() - self.before[0] < 2:
+            return
+        now = self.clocks()
+        wall, busy, own = (b - a for a, b in zip(self.before, now, strict=True))
+        torch.set_num_threads(1 if (busy - own) / wall > 0.3 else self.most)
+        self.before = now
+
+
 class Rows:
     """Endless training rows; which rows a step gets depends on the seed and the step only."""
 
@@ -65,7 +88,9 @@ class Rows:
         """Batches int64 [batch, length + 1], without the first ``skip`` of them."""
         epoch, rest = 0, np.zeros((0, self.length + 1), np.int64)
         while True:
-            rows = data.epoch_rows(self.tokenizer, self.documents, self.entries, self.length, self.seed, epoch)
+            rows = data.epoch_rows(
+                self.tokenizer, self.documents, self.entries, self.length, self.seed, epoch
+            )
             rest, epoch = np.concatenate([rest, rows]), epoch + 1
             while len(rest) >= batch:
                 if skip:
@@ -82,24 +107,34 @@ def save_state(path: Path, **state) -> None:
     temporary.replace(path)
 
 
-def set_rates(optimisers: list[torch.optim.Optimizer], plan: Plan, step: int) -> None:
-    """Set the learning rates for ``step``."""
+def set_rates(optimisers: list[torch.optim.Optimizer], plan: Plan, step: int) -> float:
+    """Set the learning rates for ``step``; return the factor applied."""
     factor = optim.schedule(step, plan.steps, plan.warmup, plan.decay)
     for optimiser, rate in zip(optimisers, (plan.muon_lr, plan.adam_lr), strict=True):
         for group in optimiser.param_groups:
             group["lr"] = rate * factor
+    return factor
 
 
 @torch.no_grad()
-def balance(routers: list[model.Router], loads: list[Tensor]) -> float:
+def balance(routers: list[model.Router], loads: list[Tensor], rate: float) -> float:
     """Move each selection bias against its expert's load; return the largest load as a multiple of the mean."""
     for router, load in zip(routers, loads, strict=True):
-        router.e_score_correction_bias += BALANCE_RATE * torch.sign(load.mean() - load)
+        router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
     return max(float(load.max() / load.mean()) for load in loads)
 
 
-def run_stage(plan: Plan, module: torch.nn.Module, rows: Rows, state_file: Path, log: Log, resume: bool,
-              loss_of, evaluate) -> None:
+def run_stage(
+    plan: Plan,
+    module: torch.nn.Module,
+    rows: Rows,
+    state_file: Path,
+    log: Log,
+    resume: bool,
+    threads: Threads,
+    loss_of,
+    evaluate,
+) -> None:
     """Train ``module`` by ``plan``: ``loss_of(batch)`` gives (loss, routers, loads, text to log)."""
     optimisers = optim.build(module, plan.muon_lr, plan.adam_lr)
     first = 0
@@ -112,22 +147,31 @@ def run_stage(plan: Plan, module: torch.nn.Module, rows: Rows, state_file: Path,
         log(f"{plan.name}: resumed at step {first}")
     batches, began, mean = rows.batches(plan.batch, first), time.monotonic(), 0.0
     for step in range(first, plan.steps):
-        set_rates(optimisers, plan, step)
+        threads.adjust()
+        factor = set_rates(optimisers, plan, step)
         loss, routers, loads, text = loss_of(next(batches))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad()
-        worst, mean = balance(routers, loads), mean + loss.item()
+        worst, mean = balance(routers, loads, BALANCE_RATE * factor), mean + loss.item()
         if (step + 1) % 20 == 0:
-            speed = (step + 1 - first) * plan.batch * plan.length / (time.monotonic() - began)
-            log(f"{plan.name} step {step + 1}/{plan.steps} loss {mean / 20:.4f} {text()}norm {norm:.2f} "
-                f"load {worst:.2f} rate {optimisers[0].param_groups[0]['lr']:.4f} {speed:.0f} tok/s")
+            speed = 20 * plan.batch * plan.length / (time.monotonic() - began)
+            began = time.monotonic()
+            log(
+                f"{plan.name} step {step + 1}/{plan.steps} loss {mean / 20:.4f} {text()}norm {norm:.2f} "
+                f"load {worst:.2f} rate {optimisers[0].param_groups[0]['lr']:.4f} {speed:.0f} tok/s "
+                f"{torch.get_num_threads()} threads"
+            )
             mean = 0.0
         if (step + 1) % 200 == 0 or step + 1 == plan.steps:
-            save_state(state_file, step=step + 1, module=module.state_dict(),
-                       optimisers=[o.state_dict() for o in optimisers])
+            save_state(
+                state_file,
+                step=step + 1,
+                module=module.state_dict(),
+                optimisers=[o.state_dict() for o in optimisers],
+            )
             log(f"{plan.name} step {step + 1} valid {evaluate()}")
 
 
@@ -135,8 +179,17 @@ def run_stage(plan: Plan, module: torch.nn.Module, rows: Rows, state_file: Path,
 # trunk
 
 
-def train_trunk(trunk: model.Trunk, plan: Plan, rows: Rows, valid: dict[str, np.ndarray], state_file: Path,
-                log: Log, resume: bool, compiled: bool) -> None:
+def train_trunk(
+    trunk: model.Trunk,
+    plan: Plan,
+    rows: Rows,
+    valid: dict[str, np.ndarray],
+    state_file: Path,
+    log: Log,
+    resume: bool,
+    threads: Threads,
+    compiled: bool,
+) -> None:
     """Next-token training of the whole trunk in BF16 with FP32 master weights."""
     token_loss = torch.compile(model.token_loss) if compiled else model.token_loss
     if compiled:
@@ -151,7 +204,7 @@ def train_trunk(trunk: model.Trunk, plan: Plan, rows: Rows, valid: dict[str, np.
         losses = valid_losses(trunk, {kind: some[:16] for kind, some in valid.items()}, torch.bfloat16)
         return " ".join(f"{kind} {loss:.4f}" for kind, loss in losses.items())
 
-    run_stage(plan, trunk, rows, state_file, log, resume, loss_of, evaluate)
+    run_stage(plan, trunk, rows, state_file, log, resume, threads, loss_of, evaluate)
 
 
 @torch.no_grad()
@@ -177,8 +230,18 @@ def soft_loss(trunk: model.Trunk, hidden: Tensor, teacher: Tensor, dtype: torch.
     return -(teacher.float() * logits.log_softmax(-1)).sum(-1).mean()
 
 
-def train_mtp(trunk: model.Trunk, mtp: model.Mtp, plan: Plan, rows: Rows, valid: dict[str, np.ndarray],
-              state_file: Path, log: Log, resume: bool, compiled: bool) -> None:
+def train_mtp(
+    trunk: model.Trunk,
+    mtp: model.Mtp,
+    plan: Plan,
+    rows: Rows,
+    valid: dict[str, np.ndarray],
+    state_file: Path,
+    log: Log,
+    resume: bool,
+    threads: Threads,
+    compiled: bool,
+) -> None:
     """Distil the frozen trunk's distributions into the module, unrolled over the depths.
 
     At depth d the anchor p joins the token at p + d with its chain's hidden and predicts the token at
@@ -202,16 +265,20 @@ def train_mtp(trunk: model.Trunk, mtp: model.Mtp, plan: Plan, rows: Rows, valid:
             hidden, entry, used = mtp(embedded.roll(-depth, 1), hidden, past, torch.bfloat16)
             past, load = [*past, entry], load + used
             # The last anchors have no token ``depth`` further on; nothing before them sees them.
-            loss = loss_fn(trunk, hidden[:, : length - 4], teacher.roll(-depth, 1)[:, : length - 4], torch.bfloat16)
+            loss = loss_fn(
+                trunk, hidden[:, : length - 4], teacher.roll(-depth, 1)[:, : length - 4], torch.bfloat16
+            )
             total, losses = total + weight * loss, [*losses, loss.detach()]
         latest[:] = losses
         return total, [mtp.layers[1].mixer.gate], [load], lambda: depth_text(latest)
 
     def evaluate() -> str:
-        return " ".join(f"{kind} " + "/".join(f"{x:.3f}" for x in agreement(trunk, mtp, some[:16]))
-                        for kind, some in valid.items())
+        return " ".join(
+            f"{kind} " + "/".join(f"{x:.3f}" for x in agreement(trunk, mtp, some[:16]))
+            for kind, some in valid.items()
+        )
 
-    run_stage(plan, mtp, rows, state_file, log, resume, loss_of, evaluate)
+    run_stage(plan, mtp, rows, state_file, log, resume, threads, loss_of, evaluate)
 
 
 def depth_text(losses: list[Tensor]) -> str:
@@ -220,7 +287,9 @@ def depth_text(losses: list[Tensor]) -> str:
 
 
 @torch.no_grad()
-def draft_matches(trunk: model.Trunk, mtp: model.Mtp, ids: Tensor, depths: int = len(DEPTH_WEIGHTS)) -> Tensor:
+def draft_matches(
+    trunk: model.Trunk, mtp: model.Mtp, ids: Tensor, depths: int = len(DEPTH_WEIGHTS)
+) -> Tensor:
     """Whether the draft at each depth equals the text, bool [B, L, depths]; True needs ids[p + depth + 1].
 
     Feeding the text instead of the drafts is exact as long as all earlier drafts matched, which is what a
@@ -259,5 +328,3 @@ def rounds(matches: list[list[bool]]) -> list[int]:
         lengths.append(accepted + 1)
         position += accepted + 1
     return lengths
-
-

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has, and what each backend can do on it. Everything claimed is tried."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import nemo_build
+from nemo_build.engines.plan import host_memory
+from nemo_build.settings import cache_directory, threads
+
+_PACKAGES = ("numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxruntime-gpu", "onnxruntime", "tokenizers", "jinja2")
+_OPTIONAL = ("torch", "transformers", "nvidia-modelopt", "tensorrt", "tensorrt-rtx")
+_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend: its name, whether it works here, and how that was found or why it does not."""
+
+    name: str
+    works: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`diagnose` finds. Memory in bytes; versions are ``None`` for packages that are not installed."""
+
+    versions: dict[str, str | None]
+    cpu: str
+    cpu_features: tuple[str, ...]
+    threads: int
+    memory: int
+    gpus: tuple[str, ...]
+    cache: str
+    backends: tuple[Backend, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def diagnose() -> Diagnosis:
+    """Look at the machine and try the backends."""
+    name, flags = _cpu()
+    versions: dict[str, str | None] = {"python": platform.python_version(), "nemo-build": nemo_build.__version__}
+    versions |= {p: _version(p) for p in (*_PACKAGES, *_OPTIONAL)}
+    return Diagnosis(
+        versions=versions,
+        cpu=name,
+        cpu_features=tuple(f for f in _FEATURES if f in flags),
+        threads=threads(),
+        memory=host_memory(),
+        gpus=_gpus(),
+        cache=str(cache_directory()),
+        backends=(
+            _try_onnxruntime("CPUExecutionProvider", "onnxruntime (cpu)"),
+            _try_onnxruntime("CUDAExecutionProvider", "onnxruntime (cuda)"),
+            _installed("tensorrt"),
+            _installed("tensorrt_rtx"),
+        ),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> tuple[str, frozenset[str]]:
+    """Name and features; the features are known on Linux only."""
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return platform.processor() or platform.machine(), frozenset()
+    fields = dict(
+        (part.strip() for part in line.split(":", 1)) for line in info.read_text().splitlines() if ":" in line
+    )
+    flags = fields.get("flags", fields.get("Features", ""))
+    return fields.get("model name", platform.machine()), frozenset(flags.split())
+
+
+def _gpus() -> tuple[str, ...]:
+    """Name, memory and driver of each GPU as ``nvidia-smi`` tells; empty if there is no such program."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip()) if done.returncode == 0 else ()
+
+
+def _try_onnxruntime(provider: str, name: str) -> Backend:
+    """Run a small graph with a custom op on the provider.
+
+    That a provider is listed says nothing: the GPU wheel lists CUDA on machines without a GPU.
+    """
+    import numpy as np
+    import onnx.parser
+    import onnxruntime as ort
+
+    from nemo_build.plugins.registry import plugins_by_name
+
+    if provider not in ort.get_available_providers():
+        return Backend(name, False, "this build of onnxruntime does not have it")
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 23, "nemo" : 1]>'
+        "probe (float[1, 1, 2] x, float[2, 2] w) => (float[1, 1, 2] y) { y = nemo.BlockLinear (x, w) }"
+    )
+    function = plugins_by_name()["BlockLinear"].function({}, ("x", "weight"), inputs=2)
+    model.functions.append(function)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=[provider])
+        if session.get_providers()[0] != provider:
+            return Backend(name, False, "onnxruntime fell back to the CPU: no usable device or library")
+        y = session.run(None, {"x": np.ones((1, 1, 2), np.float32), "w": np.eye(2, dtype=np.float32)})[0]
+    except Exception as error:  # whatever goes wrong in the provider is the finding
+        return Backend(name, False, str(error).splitlines()[0])
+    if not np.array_equal(y, np.ones((1, 1, 2))):
+        return Backend(name, False, "a test graph gave a wrong result")
+    return Backend(name, True, f"onnxruntime {ort.__version__} ran a test graph")
+
+
+def _installed(module: str) -> Backend:
+    """TensorRT backends: no engine is made for them yet, so only their presence is told."""
+    there = importlib.util.find_spec(module) is not None
+    detail = "installed, but this version builds no engine for it" if there else "not installed"
+    return Backend(module, False, detail)

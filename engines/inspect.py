@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint, a model bundle or an engine holds, and on which devices it fits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_build.bundle import ENGINE_BUNDLE, MODEL_BUNDLE, Progress, read_manifest, sha256_file
+from nemo_build.engines.targets import TARGETS, Target
+from nemo_build.errors import BundleError, UserError
+from nemo_build.export.models import expected_tensors, model_states
+from nemo_build.spec import BlockKind, ModelSpec, load_spec
+from nemo_build.state import StateSpec
+
+USABLE = 0.92
+"""Share of a device's memory that weights and state may take; the rest is for activations and the runtime."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits a device with the weights as they are stored, recurrent state in float32 and caches in bfloat16.
+
+    Attributes:
+        target: The device.
+        memory_gb: Its memory.
+        context: Longest context of one sequence, up to the model's limit; 0 if the weights do not fit.
+        sequences: Sequences of 8,192 positions (or the model's limit) at a time.
+    """
+
+    target: str
+    memory_gb: float
+    context: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`inspect` finds. Sizes in bytes; "active" counts what one token uses, embedding row apart."""
+
+    path: str
+    kind: str
+    architecture: str
+    layers: dict[str, int]
+    pattern: str
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    tensors: int
+    parameters: int
+    parameters_active: int
+    parameters_mtp: int
+    bytes_by_dtype: dict[str, int]
+    state_per_sequence: int
+    cache_per_token: int
+    fits: tuple[Fit, ...]
+    engine: dict[str, Any] | None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(self.bytes_by_dtype.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "weight_bytes": self.weight_bytes}
+
+
+def inspect(path: Path) -> Report:
+    """Look into a checkpoint, a model bundle or an engine.
+
+    Raises:
+        UserError: `path` is none of them.
+        ConfigError, CheckpointError, BundleError: It is one, but damaged.
+    """
+    if (path / ENGINE_BUNDLE).is_file():
+        return _inspect_engine(path)
+    if (path / MODEL_BUNDLE).is_file():
+        return _inspect_bundle(path)
+    if (path / "config.json").is_file():
+        return _inspect_checkpoint(path)
+    raise UserError(
+        f"{path} is neither a checkpoint, nor a model bundle, nor an engine.",
+        hint=f"It should hold config.json, {MODEL_BUNDLE} or {ENGINE_BUNDLE}.",
+    )
+
+
+def verify_weights(path: Path, progress: Progress | None = None) -> None:
+    """Read an engine's weights whole and compare their sha256. Raises BundleError if they differ."""
+    manifest = read_manifest(path, ENGINE_BUNDLE)
+    weights = path / manifest["weights"]["file"]
+    if not weights.is_file():
+        raise BundleError(f"{weights} is missing.", hint="Build the engine again.")
+    if sha256_file(weights, progress) != manifest["weights"]["sha256"]:
+        raise BundleError(f"{weights} is not what was built (sha256 differs).", hint="Build the engine again.")
+
+
+def _inspect_engine(path: Path) -> Report:
+    manifest = read_manifest(path, ENGINE_BUNDLE)
+    tensors = manifest["weights"]["tensors"]
+    by_dtype: Counter[str] = Counter()
+    for tensor in tensors.values():
+        by_dtype[tensor["dtype"]] += tensor["nbytes"]
+    engine = {
+        "target": manifest["target"],
+        "backend": manifest["backend"],
+        "options": manifest["options"],
+        "plan": manifest["plan"],
+        "computed_as": manifest["weights"]["computed_as"],
+    }
+    spec = ModelSpec.from_json(manifest["spec"])
+    return _report(path, "engine", spec, len(tensors), dict(by_dtype), engine)
+
+
+def _inspect_bundle(path: Path) -> Report:
+    manifest = read_manifest(path, MODEL_BUNDLE)
+    weights = manifest["weights"]
+    spec = ModelSpec.from_json(manifest["spec"])
+    return _report(path, "model bundle", spec, weights["tensors"], weights["bytes_by_dtype"], None)
+
+
+def _inspect_checkpoint(path: Path) -> Report:
+    from nemo_build.export.checkpoint import Checkpoint
+    from nemo_build.export.ledger import reconcile
+
+    spec = load_spec(path)
+    ledger = reconcile(Checkpoint.open(path), expected_tensors(spec))
+    return _report(path, "checkpoint", spec, len(ledger.entries), ledger.bytes_by_dtype, None)
+
+
+def _report(
+    path: Path,
+    kind: str,
+    spec: ModelSpec,
+    tensors: int,
+    by_dtype: dict[str, int],
+    engine: dict[str, Any] | None,
+) -> Report:
+    letters = {BlockKind.MAMBA: "M", BlockKind.ATTENTION: "*", BlockKind.MOE: "E", BlockKind.MLP: "-"}
+    counts = _count_parameters(spec)
+    states = model_states(spec)
+    everything = [s for graph in states.values() for s in graph]
+    by_dtype = {name.lower(): size for name, size in sorted(by_dtype.items())}
+    weight_bytes = sum(by_dtype.values())
+    limit = spec.max_positions
+    return Report(
+        path=str(path),
+        kind=kind,
+        architecture=spec.architecture,
+        layers={str(k): len(spec.indices(k)) for k in BlockKind if spec.indices(k)},
+        pattern="".join(letters[k] for k in spec.layers),
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        max_positions=limit,
+        tensors=tensors,
+        parameters=counts["total"],
+        parameters_active=counts["active"],
+        parameters_mtp=counts["mtp"],
+        bytes_by_dtype=by_dtype,
+        state_per_sequence=4 * _elements(everything, context=0),
+        cache_per_token=2 * (_elements(everything, context=1) - _elements(everything, context=0)),
+        fits=tuple(_fit(t, weight_bytes, everything, limit) for t in TARGETS.values() if t.memory_gb),
+        engine=engine,
+    )
+
+
+def _count_parameters(spec: ModelSpec) -> dict[str, int]:
+    """Parameters in all, of the MTP part, and those of the trunk that one token multiplies with."""
+    counts = {"total": 0, "active": 0, "mtp": 0}
+    routed = 0
+    for name, rule in expected_tensors(spec).items():
+        n = math.prod(rule.shape)
+        counts["total"] += n
+        if name.startswith("mtp."):
+            counts["mtp"] += n
+        elif rule.role.startswith("moe.expert."):
+            routed += n
+        elif rule.role != "embeddings":
+            counts["active"] += n
+    if spec.moe is not None:
+        counts["active"] += routed * spec.moe.top_k // spec.moe.num_experts
+    if spec.tie_word_embeddings:
+        counts["active"] += spec.vocab_size * spec.hidden_size  # the table is the head as well
+    return counts
+
+
+def _elements(states: list[StateSpec], context: int) -> int:
+    """Elements of one sequence's state without speculation."""
+    sizes = {"slots": 1, "pending": 0, "context": context}
+    return sum(math.prod(s.resolve(sizes)) for s in states)
+
+
+def _fit(target: Target, weight_bytes: int, states: list[StateSpec], limit: int) -> Fit:
+    assert target.memory_gb is not None, "only targets with a known memory are asked for"
+    free = int(target.memory_gb * 1e9 * USABLE) - weight_bytes
+    state = 4 * _elements(states, context=0)
+    per_token = 2 * (_elements(states, context=1) - _elements(states, context=0))
+    if free < state + per_token:
+        return Fit(target.name, target.memory_gb, 0, 0)
+    context = min(limit, (free - state) // per_token) if per_token else limit
+    sequences = free // (state + per_token * min(8192, limit))
+    return Fit(target.name, target.memory_gb, context, sequences)

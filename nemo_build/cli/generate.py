@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``nemo-build generate``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nemo_build.cli._console import json_option, print_json
+from nemo_build.cli._sampling import sampling_options, sampling_params
+
+
+@click.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("prompts", nargs=-1)
+@click.option("--threads", type=int, help="CPU threads  [default: all]")
+@sampling_options
+@json_option
+def command(
+    engine: Path, prompts: tuple[str, ...], threads: int | None, as_json: bool, **options: Any
+) -> None:
+    """Continue PROMPTS with an ENGINE; without a prompt, or for "-", standard input is the prompt.
+
+    One prompt is streamed. Several are generated together and printed in order.
+    """
+    from nemo_build.runtime import Engine
+
+    texts = [click.get_text_stream("stdin").read() if p == "-" else p for p in prompts or ("-",)]
+    loaded = Engine.load(engine, threads=threads)
+    params = sampling_params(loaded.default_params, options)
+    start = time.perf_counter()
+    if as_json:
+        completions = loaded.generate(texts, params)
+        seconds = time.perf_counter() - start
+        print_json(
+            {
+                "seconds": round(seconds, 4),
+                "completions": [
+                    {
+                        "prompt": prompt,
+                        "text": c.text,
+                        "finish_reason": str(c.finish_reason),
+                        "prompt_tokens": c.prompt_tokens,
+                        "token_ids": list(c.token_ids),
+                    }
+                    for prompt, c in zip(texts, completions, strict=True)
+                ],
+            }
+        )
+        return
+    tokens = 0
+    if len(texts) == 1:
+        click.echo(texts[0], nl=False)
+        for chunk in loaded.stream(texts[0], params):
+            click.echo(chunk.text, nl=False)
+            sys.stdout.flush()
+            tokens += 1
+        click.echo()
+    else:
+        for prompt, completion in zip(texts, loaded.generate(texts, params), strict=True):
+            click.echo(f"{prompt}{completion.text}\n{'-' * 40}")
+            tokens += len(completion.token_ids)
+    seconds = time.perf_counter() - start
+    click.echo(f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)", err=True)

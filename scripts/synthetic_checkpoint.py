@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a checkpoint with the tensors of Nemotron 3.5 Lightning 30B-A3B (BF16 release) as sparse files.
+
+All weights are zero and take no disk space; names, shapes, dtypes and sharding are the release's (6,513
+tensors, 65.8 GB). It shows what the tool does at full size where the weights themselves are not at hand.
+
+    python scripts/synthetic_checkpoint.py OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+KINDS = {"M": "mamba", "E": "moe", "*": "attention"}
+SHARD_BYTES = 5_000_000_000
+
+CONFIG = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_dropout": 0.0,
+    "hidden_size": 2688,
+    "initializer_range": 0.02,
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-05,
+    "layers_block_type": [KINDS[c] for c in PATTERN],
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 1048576,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 1856,
+    "moe_latent_size": None,
+    "moe_shared_expert_intermediate_size": 3712,
+    "moe_shared_expert_overlap": True,
+    "mtp_layers_block_type": ["attention", "moe"],
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "num_logits_to_keep": 1,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 0,
+    "partial_rotary_factor": 1.0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, math.inf],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "topk_group": 1,
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def mixer(kind: str, prefix: str, router_dtype: str = "F32") -> Tensors:
+    """Tensors of one layer: name -> (dtype, shape)."""
+    bf16: dict[str, tuple[int, ...]] = {"norm.weight": (2688,)}
+    out: Tensors = {}
+    if kind == "mamba":
+        bf16 |= {
+            "mixer.in_proj.weight": (10304, 2688),
+            "mixer.conv1d.weight": (6144, 1, 4),
+            "mixer.conv1d.bias": (6144,),
+            "mixer.A_log": (64,),
+            "mixer.D": (64,),
+            "mixer.dt_bias": (64,),
+            "mixer.norm.weight": (4096,),
+            "mixer.out_proj.weight": (2688, 4096),
+        }
+    elif kind == "attention":
+        bf16 |= {"mixer.q_proj.weight": (4096, 2688), "mixer.o_proj.weight": (2688, 4096)}
+        bf16 |= {f"mixer.{n}_proj.weight": (256, 2688) for n in "kv"}
+    else:
+        out[f"{prefix}.mixer.gate.weight"] = (router_dtype, (128, 2688))
+        out[f"{prefix}.mixer.gate.e_score_correction_bias"] = ("F32", (128,))
+        for e in range(128):
+            bf16[f"mixer.experts.{e}.up_proj.weight"] = (1856, 2688)
+            bf16[f"mixer.experts.{e}.down_proj.weight"] = (2688, 1856)
+        bf16["mixer.shared_experts.up_proj.weight"] = (3712, 2688)
+        bf16["mixer.shared_experts.down_proj.weight"] = (2688, 3712)
+    return out | {f"{prefix}.{name}": ("BF16", shape) for name, shape in bf16.items()}
+
+
+def release_tensors() -> Tensors:
+    """All tensors of the BF16 release."""
+    tensors: Tensors = {"backbone.embeddings.weight": ("BF16", (131072, 2688))}
+    for i, c in enumerate(PATTERN):
+        tensors |= mixer(KINDS[c], f"backbone.layers.{i}")
+    tensors |= {"backbone.norm_f.weight": ("BF16", (2688,)), "lm_head.weight": ("BF16", (131072, 2688))}
+    tensors |= {f"mtp.layers.0.{n}.weight": ("BF16", (2688,)) for n in ("enorm", "hnorm")}
+    tensors["mtp.layers.0.eh_proj.weight"] = ("BF16", (2688, 5376))
+    tensors |= mixer("attention", "mtp.layers.0")
+    tensors |= mixer("moe", "mtp.layers.1", router_dtype="BF16")
+    tensors["mtp.layers.1.final_layernorm.weight"] = ("BF16", (2688,))
+    return tensors
+
+
+def write_checkpoint(out: Path, tensors: Tensors, config: dict[str, object]) -> None:
+    """Write configuration, index and sparse shards of at most :data:`SHARD_BYTES`."""
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    generation = {"bos_token_id": 1, "eos_token_id": [2, 11], "pad_token_id": 0, "temperature": 1.0, "top_p": 0.95}
+    (out / "generation_config.json").write_text(json.dumps({**generation, "do_sample": True}))
+    shards: list[Tensors] = [{}]
+    size = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = _nbytes(dtype, shape)
+        if size + nbytes > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = (dtype, shape)
+        size += nbytes
+    weight_map = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        _write_sparse(out / file, shard)
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(_nbytes(*t) for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write_sparse(path: Path, tensors: Tensors) -> None:
+    header, at = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + _nbytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % 8)
+    with open(path, "wb") as file:
+        file.write(len(data).to_bytes(8, "little") + data)
+        file.truncate(8 + len(data) + at)
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return {"BF16": 2, "F32": 4}[dtype] * math.prod(shape)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    tensors = release_tensors()
+    write_checkpoint(out, tensors, CONFIG)
+    print(f"{out}: {len(tensors)} tensors, {sum(_nbytes(*t) for t in tensors.values()):,} bytes (sparse)")
+
+
+if __name__ == "__main__":
+    main()
