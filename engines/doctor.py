@@ -18,6 +18,7 @@ from nemo_build.settings import cache_directory, threads
 
 _PACKAGES = ("numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxruntime-gpu", "onnxruntime", "tokenizers", "jinja2")
 _OPTIONAL = ("torch", "transformers", "nvidia-modelopt", "tensorrt", "tensorrt-rtx")
+_WARNING = 2  # onnxruntime's default log level
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile")
 
 
@@ -111,6 +112,7 @@ def _try_onnxruntime(provider: str, name: str) -> Backend:
 
     if provider not in ort.get_available_providers():
         return Backend(name, False, "this build of onnxruntime does not have it")
+    ort.set_default_logger_severity(4)  # a failed load of the provider's libraries is a finding, not noise
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 23, "nemo" : 1]>'
         "probe (float[1, 1, 2] x, float[2, 2] w) => (float[1, 1, 2] y) { y = nemo.BlockLinear (x, w) }"
@@ -122,10 +124,12 @@ def _try_onnxruntime(provider: str, name: str) -> Backend:
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=[provider])
         if session.get_providers()[0] != provider:
-            return Backend(name, False, "onnxruntime fell back to the CPU: no usable device or library")
+            return Backend(name, False, "onnxruntime fell back to the CPU: no GPU, or no CUDA 13 and cuDNN 9 libraries")
         y = session.run(None, {"x": np.ones((1, 1, 2), np.float32), "w": np.eye(2, dtype=np.float32)})[0]
     except Exception as error:  # whatever goes wrong in the provider is the finding
         return Backend(name, False, str(error).splitlines()[0])
+    finally:
+        ort.set_default_logger_severity(_WARNING)
     if not np.array_equal(y, np.ones((1, 1, 2))):
         return Backend(name, False, "a test graph gave a wrong result")
     return Backend(name, True, f"onnxruntime {ort.__version__} ran a test graph")

@@ -5,6 +5,7 @@ import copy
 import json
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ BLOCKS = """{{ bos_token }}
         {% break %}
     {% endif %}
 {% endfor %}
-{{ shown is defined }} {{ tools | tojson(indent=2) }}
+{% generation %}{% set inner = 1 %}{% endgeneration %}
+{{ shown is defined }} {{ inner is defined }} {{ tools | tojson(indent=2) }}
 {{ messages | tojson }}{{ dict(a=1) | tojson(separators=(',', ':')) }} {{ documents is none }} {{ extra }}
 """
 
@@ -136,8 +138,13 @@ def huggingface() -> Callable[..., str]:
     return render
 
 
+@cache
+def compiled(template: str) -> ChatTemplate:
+    return ChatTemplate(template, special_tokens=SPECIAL)
+
+
 def ours(template: str, messages: Any, **kwargs: Any) -> str:
-    return ChatTemplate(template, special_tokens=SPECIAL).render(messages, **kwargs)
+    return compiled(template).render(messages, **kwargs)
 
 
 # --- the same text as Hugging Face -------------------------------------------------------------------------

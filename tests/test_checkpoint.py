@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -161,29 +162,9 @@ def test_mutated_bytes(
     check_agreement(path)
 
 
-odd_values = st.sampled_from(
-    [
-        0,
-        1,
-        -1,
-        2**63,
-        2**64 - 1,
-        2**64,
-        1.0,
-        True,
-        None,
-        "F32",
-        "BF16",
-        "f32",
-        "F4",
-        [],
-        [0, 2],
-        [2, 0],
-        [1],
-        {},
-        10**25,
-    ]
-)
+ODD: list[Any] = [0, 1, -1, 2**63, 2**64 - 1, 2**64, 10**25, 1.0, True, None, "F32", "BF16", "f32", "F4"]
+ODD += [[], [0, 2], [2, 0], [1], {}]
+odd_values = st.sampled_from(ODD).map(copy.deepcopy)
 
 
 @PROPERTY

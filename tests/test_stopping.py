@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import example, given
@@ -49,6 +49,14 @@ stop_lists = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4)
 def test_any_cutting_gives_the_same(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
     shown, matched = run(cut(text, cuts), stops, include)
     assert ("".join(shown), matched) == expected(text, stops, include)
+
+
+def test_every_short_text_and_stop_string() -> None:
+    stops = ["".join(stop) for n in range(1, 6) for stop in product("ab", repeat=n)]
+    for text in map("".join, product("ab", repeat=8)):
+        for stop in stops:
+            shown, matched = run([text], [stop])
+            assert ("".join(shown), matched) == expected_by_find(text, stop)
 
 
 @given(small, stop_lists)

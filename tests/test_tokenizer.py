@@ -88,6 +88,14 @@ def test_added_token_stands_for_its_own_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_bytes(token) == "<é Ġ>".encode()
 
 
+def test_token_outside_the_byte_alphabet_stands_for_its_own_text() -> None:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "日 é": 1, "Ġb": 2, "é": 3}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, {})
+    assert [tokenizer.token_bytes(i) for i in range(4)] == [b"a", "日 é".encode(), b" b", b"\xe9"]
+    assert tokenizer.decode([1], skip_special_tokens=False) == backend.decode([1])
+
+
 def test_every_byte_has_a_token(tokenizer: Tokenizer) -> None:
     singles = {tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}
     assert {bytes([b]) for b in range(256)} <= singles

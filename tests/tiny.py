@@ -49,30 +49,35 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def reference_model(seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> NemotronHForCausalLM:
-    """A model with weights large enough that every part of it shows in the logits.
+    """A random model.
 
     The reference clamps time steps in its chunked path only, and to the initialisation range instead of
     ``time_step_limit``; the clamp is set to what the configuration says, so that both of its paths agree.
     """
-    torch.manual_seed(seed)
     model = NemotronHForCausalLM(NemotronHConfig(**{**BASE, **config})).to(dtype).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim >= 2:
-                p.copy_(torch.randn_like(p) * (p.shape[-1] ** -0.5))
-            elif name.endswith("dt_bias"):
-                p.copy_(torch.randn_like(p) - 2)
-            elif name.endswith("A_log"):
-                p.copy_(torch.rand_like(p) * 2)
-            elif name.endswith("bias"):
-                p.copy_(torch.randn_like(p) * 0.2)
-            else:
-                p.copy_(1 + torch.randn_like(p) * 0.2)
-        for name, b in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                b.copy_(torch.randn_like(b) * 0.1)
+    randomize(model, seed)
     fix_time_step_clamp(model)
     return model
+
+
+@torch.no_grad()
+def randomize(module: torch.nn.Module, seed: int) -> None:
+    """Random weights of a size at which every part of a model shows in its logits."""
+    torch.manual_seed(seed)
+    for name, p in module.named_parameters():
+        if p.ndim >= 2:
+            p.copy_(torch.randn_like(p) * (p.shape[-1] ** -0.5))
+        elif name.endswith("dt_bias"):
+            p.copy_(torch.randn_like(p) - 2)
+        elif name.endswith("A_log"):
+            p.copy_(torch.rand_like(p) * 2)
+        elif name.endswith("bias"):
+            p.copy_(torch.randn_like(p) * 0.2)
+        else:
+            p.copy_(1 + torch.randn_like(p) * 0.2)
+    for name, b in module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            b.copy_(torch.randn_like(b) * 0.1)
 
 
 def fix_time_step_clamp(model: NemotronHForCausalLM) -> None:

@@ -58,7 +58,7 @@ def validation(
     """Validation texts by kind, and their rows at the trunk's and at the MTP stage's length."""
     chats = data.chats(corpus.valid_entries, args.seed * 1000 + 999)
     texts = {**corpus.valid, "chat": chats}
-    tok.check_round_trip(tokenizer, sum(texts.values(), []))
+    tok.check_round_trip(tokenizer, [text for some in texts.values() for text in some])
     tokens = {kind: data.encode(tokenizer, some) for kind, some in texts.items()}
     long, short = (
         {kind: data.valid_rows(some, length, 128) for kind, some in tokens.items()}

@@ -113,6 +113,7 @@ def config(spec: model.Spec) -> dict:
 def save(trunk: model.Trunk, mtp: model.Mtp, out: Path) -> None:
     """Write weights, config.json and generation_config.json."""
     save_file(checkpoint_tensors(trunk, mtp), out / "model.safetensors", {"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     (out / "config.json").write_text(json.dumps(config(trunk.spec), indent=2) + "\n", "utf-8")
     generation = {
         "bos_token_id": 1,
@@ -134,7 +135,8 @@ def load_reference(path: Path):
     )
     left = {k: v for k, v in info.items() if v and k != "unexpected_keys"}
     unexpected = [k for k in info["unexpected_keys"] if not k.startswith("mtp.")]
-    assert not left and not unexpected, (left, unexpected)
+    assert not left, left
+    assert not unexpected, unexpected
     for layer in reference.model.layers:
         if hasattr(layer.mixer, "time_step_limit"):
             # transformers takes time_step_min as the lower bound and ignores the config's limits.

@@ -71,7 +71,7 @@ def chunk_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk
     size, length, heads, width = x.shape
     groups, state = b.shape[2:]
     count, share = length // chunk, heads // groups
-    # [B, C, G, (S,) Q, ...]: chunks outermost, positions innermost, so that every product is a batched matmul.
+    # [B, C, G, (S,) Q, ...]: chunks outermost, positions innermost: every product is a batched matmul.
     x = (x * dt[..., None]).view(size, count, chunk, groups, share, width).permute(0, 1, 3, 4, 2, 5)
     b, c = (t.view(size, count, chunk, groups, state).transpose(2, 3) for t in (b, c))
     total = decay.view(size, count, chunk, groups, share).permute(0, 1, 3, 4, 2).cumsum(-1)
@@ -123,10 +123,10 @@ class Mamba(nn.Module):
         b, c = (t.view(size, length, spec.n_groups, spec.ssm_state_size) for t in (b, c))
         dt = F.softplus(dt.float() + self.dt_bias)
         y = chunk_scan(value, dt, -self.A_log.exp() * dt, b, c, self.chunk) + self.D[:, None] * value
-        y = y.view(size, length, self.inner) * F.silu(gate.float())
+        y = y.reshape(size, length, self.inner) * F.silu(gate.float())
         grouped = y.view(size, length, spec.n_groups, -1)
         y = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + spec.eps)
-        return self.out_proj((y.view(size, length, self.inner) * self.norm.weight).to(x.dtype))
+        return self.out_proj((y.reshape(size, length, self.inner) * self.norm.weight).to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -313,7 +313,7 @@ class Mtp(nn.Module):
         return second.final_layernorm(x + y.float()), (k, v), load
 
     def attend(self, q: Tensor, entries: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Causal over the first depth's entries, own position only over later depths': [B, L, heads * head_dim]."""
+        """Causal over the first depth's entries, only the own position of later ones: [B, L, query width]."""
         (keys, values), chain = entries[0], entries[1:]
         scale, length = self.spec.head_dim**-0.5, q.shape[2]
         causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()

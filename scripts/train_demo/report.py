@@ -135,7 +135,7 @@ def measure(
     valid: dict[str, np.ndarray],
     out: Path,
 ) -> dict:
-    """Measure the files in ``out`` through transformers; ``trunk`` and ``mtp`` must hold the rounded weights."""
+    """Measure the files in ``out`` through transformers; ``trunk`` and ``mtp`` hold the rounded weights."""
     reference = export.load_reference(out)
     losses = {kind: export.reference_loss(reference, torch.from_numpy(rows)) for kind, rows in valid.items()}
     own = train.valid_losses(trunk, valid, torch.float32)
@@ -164,43 +164,46 @@ def measure(
 
 CARD = """# A tiny Nemotron-H for demonstrations
 
-A language model of {parameters:.1f} million parameters with the architecture and the checkpoint format of NVIDIA's
-Nemotron-H hybrid models (Mamba-2, attention, mixture of experts, one multi-token-prediction module), trained from
-scratch by `scripts/train_demo`. It exists so that a compiler and a runtime can be tried on real weights within
-seconds. It is not an NVIDIA model and shares no weights with one.
+A language model of {parameters:.1f} million parameters with the architecture and the checkpoint format of
+NVIDIA's Nemotron-H hybrid models (Mamba-2, attention, mixture of experts, one multi-token-prediction module),
+trained from scratch by `scripts/train_demo`. It exists so that a compiler and a runtime can be tried on real
+weights within seconds. It is not an NVIDIA model and shares no weights with one.
 
 ## Data and licence
 
 * the sources of the Python 3.11 documentation (Debian package `python3.11-doc`),
 * the standard library of CPython 3.11, without tests, encoding tables and IDLE,
-* question and answer chats made by rule from the descriptions of documented objects in both, some with a short
-  `<think>` passage and some with a tool call, and a dozen fixed phrases of small talk.
+* question and answer chats made by rule from the descriptions of documented objects in both, some with a
+  short `<think>` passage and some with a tool call, and a dozen fixed phrases of small talk.
 
-Documentation and library: Copyright (c) 2001 Python Software Foundation; All Rights Reserved. Licensed under the
-PSF License Agreement, version 2 (<https://docs.python.org/3.11/license.html>); documentation examples also under the
-Zero Clause BSD License. A few library modules carry their own notices, listed on the same page.
+Documentation and library: Copyright (c) 2001 Python Software Foundation; All Rights Reserved. Licensed under
+the PSF License Agreement, version 2 (<https://docs.python.org/3.11/license.html>); documentation examples
+also under the Zero Clause BSD License. A few library modules carry their own notices, listed on the same
+page.
 The weights come with the Apache-2.0 licence of this repository, without any claim on that text.
 
-2 % of the files, chosen by the hash of their names, were held out for validation, with everything asked about them.
+2 % of the files, chosen by the hash of their names, were held out for validation, with everything asked about
+them.
 
 ## Architecture
 
-{layers} layers `{pattern}` (M Mamba-2, E mixture of experts, * attention), hidden size {hidden}, vocabulary {vocab}
-(byte-level BPE; ids 0 to 31 reserved as in the released models). Mamba: 12 heads of 32, state 32, 2 groups. Attention:
-6 query and 2 key-value heads of 32, no positional encoding. Experts: 16 of width 64, 4 per token, squared ReLU, one
-shared expert of width 128. MTP: one attention and one expert layer, applied repeatedly.
-BF16, except for the trunk's router weights and all selection biases, which are FP32.
+{layers} layers `{pattern}` (M Mamba-2, E mixture of experts, * attention), hidden size {hidden}, vocabulary
+{vocab} (byte-level BPE; ids 0 to 31 reserved as in the released models). Mamba: 12 heads of 32, state 32, 2
+groups. Attention: 6 query and 2 key-value heads of 32, no positional encoding. Experts: 16 of width 64, 4 per
+token, squared ReLU, one shared expert of width 128. MTP: one attention and one expert layer, applied
+repeatedly. BF16, except for the trunk's router weights and all selection biases, which are FP32.
 
 ## Training
 
-Trunk: {steps} steps of {batch} x {length} tokens ({tokens:.1f} million; one pass over the text is about {epoch:.1f}
-million), Muon for the matrices of the layers and AdamW for the rest, constant learning rate with a linear decay over
-the last {decay} steps, BF16 with FP32 master weights. Experts are balanced by their selection bias, without an
-auxiliary loss.
+Trunk: {steps} steps of {batch} x {length} tokens ({tokens:.1f} million; one pass over the text is about
+{epoch:.1f} million), Muon for the matrices of the layers and AdamW for the rest, constant learning rate with
+a linear decay over the last {decay} steps, BF16 with FP32 master weights. Experts are balanced by their
+selection bias, without an auxiliary loss.
 MTP: {mtp_steps} steps of {mtp_batch} x {mtp_length} tokens with the trunk frozen, distilled from the trunk's
 distributions over four depths with the module reused, loss weights 1, 0.8, 0.6, 0.5.
 
-Last training losses (mean of 20 steps, nats per token): trunk {train_loss}; MTP, weighted sum over depths, {mtp_loss}.
+Last training losses (mean of 20 steps, nats per token): trunk {train_loss}; MTP, weighted sum over depths,
+{mtp_loss}.
 
 ## Measured
 
@@ -211,15 +214,16 @@ All on the stored weights; losses through `transformers` in FP32 with the lower 
 |---|---|---|
 {loss_rows}
 
-Greedy MTP drafts of length 4 along the trunk's own greedy continuations ({new} tokens) of held-out prompts. The
-columns give the share of positions at which the first d drafts are all right; the acceptance length is one plus their
-sum. Greedy text of so small a model repeats itself, which helps the drafts.
+Greedy MTP drafts of length 4 along the trunk's own greedy continuations ({new} tokens) of held-out prompts.
+The columns give the share of positions at which the first d drafts are all right; the acceptance length is
+one plus their sum. Greedy text of so small a model repeats itself, which helps the drafts.
 
 | prompts | d=1 | d=2 | d=3 | d=4 | acceptance length | tokens per verification, simulated |
 |---|---|---|---|---|---|---|
 {acceptance_rows}
 
-Share of positions in held-out text, fed as it is, at which the draft at depth d equals the trunk's own choice there:
+Share of positions in held-out text, fed as it is, at which the draft at depth d equals the trunk's own choice
+there:
 
 | text | d=1 | d=2 | d=3 | d=4 |
 |---|---|---|---|---|
@@ -239,9 +243,10 @@ As they came, temperature 0.6, top-p 0.95, seed 0, prompt included.
 
 ## Limits
 
-It knows the tone of the Python documentation and little of its content: expect invented functions, wrong signatures
-and repetition. It was trained on windows of {length} tokens; nothing is known about longer contexts, although the
-configuration allows 8192. English and Python only. Do not use it for anything but trying out software.
+It knows the tone of the Python documentation and little of its content: expect invented functions, wrong
+signatures and repetition. It was trained on windows of {length} tokens; nothing is known about longer
+contexts, although the configuration allows 8192. English and Python only. Do not use it for anything but
+trying out software.
 """
 
 

@@ -55,7 +55,7 @@ def last_loss(path: Path, name: str) -> float:
 
 
 class Threads:
-    """Keeps to one thread while other processes use a core: two threads in step run at the slower one's pace."""
+    """One thread while other processes use a core: two in step would run at the slower one's pace."""
 
     def __init__(self, most: int, share: bool) -> None:
         self.most, self.share = most, share
@@ -118,7 +118,7 @@ def set_rates(optimisers: list[torch.optim.Optimizer], plan: Plan, step: int) ->
 
 @torch.no_grad()
 def balance(routers: list[model.Router], loads: list[Tensor], rate: float) -> float:
-    """Move each selection bias against its expert's load; return the largest load as a multiple of the mean."""
+    """Move each selection bias against its expert's load; return the largest load over the mean."""
     for router, load in zip(routers, loads, strict=True):
         router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
     return max(float(load.max() / load.mean()) for load in loads)

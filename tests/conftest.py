@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared fixtures: a small random checkpoint, and the demo checkpoint's engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory) -> Path:
+    """Keep the build cache of the tests to themselves."""
+    path = tmp_path_factory.mktemp("cache")
+    os.environ["NEMO_BUILD_CACHE"] = str(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory) -> Path:
+    """A random checkpoint with every block kind and an MTP module. Treat as read-only."""
+    from .mtp_reference import save_with_mtp
+    from .tiny import KINDS
+
+    directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    save_with_mtp(directory, **KINDS["hybrid"])
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_checkpoint, tmp_path_factory) -> Path:
+    """The model bundle of the random checkpoint. Treat as read-only."""
+    from nemo_build.export.exporter import export_bundle
+
+    return export_bundle(tiny_checkpoint, tmp_path_factory.mktemp("tiny") / "bundle").out
+
+
+@pytest.fixture(scope="session")
+def demo_engine_directory(tmp_path_factory) -> Path:
+    """An engine of the demo checkpoint. Treat as read-only."""
+    from nemo_build.demo import CHECKPOINT
+    from nemo_build.engines.build import BuildOptions, build_engine
+    from nemo_build.export.exporter import export_bundle
+
+    directory = tmp_path_factory.mktemp("demo")
+    export_bundle(CHECKPOINT, directory / "bundle")
+    options = BuildOptions(max_sequences=4, max_context=1024)
+    return build_engine(directory / "bundle", directory / "engine", options=options).out
