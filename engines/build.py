@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import onnx
 import onnxruntime
@@ -64,12 +64,12 @@ class BuildResult:
     cached: bool
 
 
-class BuildProgress:
-    """What a build tells of its progress; the default says nothing."""
+class BuildProgress(Protocol):
+    """Who is told of a build's progress."""
 
-    def start(self, what: str, total: int) -> Progress | None:
+    def start(self, what: str, total: int) -> Progress:
         """Begin a phase of `total` bytes; returns what is to be called with each number of bytes done."""
-        return None
+        ...
 
 
 def build_engine(
@@ -98,13 +98,14 @@ def build_engine(
         PlanError: The engine cannot fit the target's memory.
         UserError: Unknown or unavailable target, or `out` exists.
     """
-    options, progress = options or BuildOptions(), progress or BuildProgress()
+    options = options or BuildOptions()
     _require_target(target)
     manifest = read_manifest(bundle, MODEL_BUNDLE)
     check_files(bundle, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
     folder = Path(manifest["weights"]["folder"] or bundle)
     models = {
-        name: onnx.load(bundle / g["file"], load_external_data=False) for name, g in manifest["graphs"].items()
+        name: onnx.load(bundle / g["file"], load_external_data=False)
+        for name, g in manifest["graphs"].items()
     }
     weights = lay_out(models.values())
     _check_shards(manifest, folder, weights)
@@ -152,11 +153,11 @@ def _write_engine(
     weights: list[PackedWeight],
     provenance: dict[str, Any],
     plan: MemoryPlan,
-    progress: BuildProgress,
+    progress: BuildProgress | None,
 ) -> None:
     """Write all files of an engine into an empty directory."""
-    total = sum(w.nbytes for w in weights)
-    digest = write_packed(weights, folder, directory / WEIGHTS_FILE, progress.start("packing weights", total))
+    report = progress.start("packing weights", sum(w.nbytes for w in weights)) if progress else None
+    digest = write_packed(weights, folder, directory / WEIGHTS_FILE, report)
     graphs = {}
     for name, model in models.items():
         point_at(model, weights, WEIGHTS_FILE)
@@ -246,11 +247,11 @@ def _check_shards(manifest: dict[str, Any], folder: Path, weights: Iterable[Pack
 
 
 def _content_digests(
-    folder: Path, weights: Iterable[PackedWeight], progress: BuildProgress
+    folder: Path, weights: Iterable[PackedWeight], progress: BuildProgress | None
 ) -> list[str]:
     """Sha256 of every shard's contents, in order of their names."""
     digests = cache.ContentDigests()
     paths = [(folder / source).resolve() for source in sorted({w.source for w in weights})]
     unread = sum(p.stat().st_size for p in paths if not digests.is_known(p))
-    report: Callable[[int], None] | None = progress.start("hashing weights", unread) if unread else None
+    report = progress.start("hashing weights", unread) if progress and unread else None
     return [digests.digest(path, report) for path in paths]

@@ -16,10 +16,29 @@ import nemo_build
 from nemo_build.engines.plan import host_memory
 from nemo_build.settings import cache_directory, threads
 
-_PACKAGES = ("numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxruntime-gpu", "onnxruntime", "tokenizers", "jinja2")
+_PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "onnx",
+    "onnx-ir",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "tokenizers",
+    "jinja2",
+)
 _OPTIONAL = ("torch", "transformers", "nvidia-modelopt", "tensorrt", "tensorrt-rtx")
 _WARNING = 2  # onnxruntime's default log level
-_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile")
+_FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx_vnni",
+    "amx_tile",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,10 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Look at the machine and try the backends."""
     name, flags = _cpu()
-    versions: dict[str, str | None] = {"python": platform.python_version(), "nemo-build": nemo_build.__version__}
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "nemo-build": nemo_build.__version__,
+    }
     versions |= {p: _version(p) for p in (*_PACKAGES, *_OPTIONAL)}
     return Diagnosis(
         versions=versions,
@@ -83,9 +105,10 @@ def _cpu() -> tuple[str, frozenset[str]]:
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return platform.processor() or platform.machine(), frozenset()
-    fields = dict(
-        (part.strip() for part in line.split(":", 1)) for line in info.read_text().splitlines() if ":" in line
-    )
+    fields: dict[str, str] = {}
+    for line in info.read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
     flags = fields.get("flags", fields.get("Features", ""))
     return fields.get("model name", platform.machine()), frozenset(flags.split())
 
@@ -96,7 +119,11 @@ def _gpus() -> tuple[str, ...]:
         return ()
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip()) if done.returncode == 0 else ()
+    return (
+        tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
+        if done.returncode == 0
+        else ()
+    )
 
 
 def _try_onnxruntime(provider: str, name: str) -> Backend:
@@ -124,7 +151,9 @@ def _try_onnxruntime(provider: str, name: str) -> Backend:
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=[provider])
         if session.get_providers()[0] != provider:
-            return Backend(name, False, "onnxruntime fell back to the CPU: no GPU, or no CUDA 13 and cuDNN 9 libraries")
+            return Backend(
+                name, False, "onnxruntime fell back to the CPU: no GPU, or no CUDA 13 and cuDNN 9 libraries"
+            )
         y = session.run(None, {"x": np.ones((1, 1, 2), np.float32), "w": np.eye(2, dtype=np.float32)})[0]
     except Exception as error:  # whatever goes wrong in the provider is the finding
         return Backend(name, False, str(error).splitlines()[0])

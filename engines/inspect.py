@@ -95,7 +95,9 @@ def verify_weights(path: Path, progress: Progress | None = None) -> None:
     if not weights.is_file():
         raise BundleError(f"{weights} is missing.", hint="Build the engine again.")
     if sha256_file(weights, progress) != manifest["weights"]["sha256"]:
-        raise BundleError(f"{weights} is not what was built (sha256 differs).", hint="Build the engine again.")
+        raise BundleError(
+            f"{weights} is not what was built (sha256 differs).", hint="Build the engine again."
+        )
 
 
 def _inspect_engine(path: Path) -> Report:

@@ -78,7 +78,7 @@ class OrtSession:
         for name in self._outputs:
             binding.bind_output(name)
         self._session.run_with_iobinding(binding)
-        found = {v: o for v, o in zip(self._bound_outputs(), binding.get_outputs(), strict=True)}
+        found = dict(zip(self._bound_outputs(), binding.get_outputs(), strict=True))
         return StepOutput(
             found["logits"].numpy(), found["hidden"].numpy() if "hidden" in self._outputs else None
         )

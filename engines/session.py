@@ -97,7 +97,7 @@ class Session(Protocol):
     slots: int
     context: int
     pending: int
-    states: Sequence[StateSpec]
+    states: list[StateSpec]
 
     def step(self, batch: StepBatch) -> StepOutput:
         """Run one step; the state of the rows' slots advances.

@@ -184,7 +184,7 @@ class GraphBuilder:
             name=self.name,
         )
         model = ir.Model(
-            graph, ir_version=IR_VERSION, producer_name="nemo-build", functions=self._functions.values()
+            graph, ir_version=IR_VERSION, producer_name="nemo-build", functions=list(self._functions.values())
         )
         model.metadata_props.update(metadata)
         return model

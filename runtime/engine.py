@@ -250,7 +250,9 @@ class Engine:
                     f"prompt {i} has {len(tokens)} tokens; the engine's context is {self.session.context}"
                 )
             if wrong:
-                problems.append(f"prompt {i} has token ids outside 0..{self.spec.vocab_size - 1}: {wrong[:5]}")
+                problems.append(
+                    f"prompt {i} has token ids outside 0..{self.spec.vocab_size - 1}: {wrong[:5]}"
+                )
         if problems:
             raise RequestError("The prompts cannot be run:", problems)
 
@@ -275,9 +277,7 @@ def _sizes(options: Mapping[str, int], sequences: int | None, context: int | Non
 
 def _check_engine(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Graphs and text files by digest, the weights by size (``inspect --verify`` reads them whole)."""
-    check_files(
-        directory, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()}
-    )
+    check_files(directory, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
     weights = directory / manifest["weights"]["file"]
     size = manifest["sizes"][weights.name]
     found = weights.stat().st_size if weights.is_file() else None
@@ -287,4 +287,3 @@ def _check_engine(directory: Path, manifest: Mapping[str, Any]) -> None:
             + ("but is missing." if found is None else f"but has {found}."),
             hint="Build the engine again.",
         )
-

@@ -129,7 +129,13 @@ def write_checkpoint(out: Path, tensors: Tensors, config: dict[str, object]) -> 
     """Write configuration, index and sparse shards of at most :data:`SHARD_BYTES`."""
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(config, indent=1))
-    generation = {"bos_token_id": 1, "eos_token_id": [2, 11], "pad_token_id": 0, "temperature": 1.0, "top_p": 0.95}
+    generation = {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 11],
+        "pad_token_id": 0,
+        "temperature": 1.0,
+        "top_p": 0.95,
+    }
     (out / "generation_config.json").write_text(json.dumps({**generation, "do_sample": True}))
     shards: list[Tensors] = [{}]
     size = 0

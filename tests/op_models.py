@@ -56,5 +56,7 @@ def step_control(rng: np.random.Generator, batch: int, slots: int, steps: int, r
     order = rng.permutation(slots)[:batch].astype(np.int64)
     lengths = rng.integers(0, steps + 1, batch)
     accepted = rng.integers(0, ring + 1, batch)
-    past = accepted + np.where(rng.random(batch) < 0.3, 0, rng.integers(0, max(room - steps - ring, 0) + 1, batch))
+    past = accepted + np.where(
+        rng.random(batch) < 0.3, 0, rng.integers(0, max(room - steps - ring, 0) + 1, batch)
+    )
     return order, past.astype(np.int64), accepted.astype(np.int64), lengths.astype(np.int64)

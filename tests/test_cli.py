@@ -87,7 +87,9 @@ def test_generate(demo_engine_directory):
     options = ["--max-tokens", 12, "--temperature", 0]
     one = run("generate", demo_engine_directory, "import os", *options)
     assert one.stdout.startswith("import os")
-    several = json.loads(run("generate", demo_engine_directory, "import os", "def f", *options, "--json").stdout)
+    several = json.loads(
+        run("generate", demo_engine_directory, "import os", "def f", *options, "--json").stdout
+    )
     texts = [c["prompt"] + c["text"] for c in several["completions"]]
     assert one.stdout == texts[0] + "\n"
     assert "tokens/s" in one.stderr
@@ -155,7 +157,11 @@ main(["build", {str(tiny_bundle)!r}, "-o", {str(tmp_path / "engine")!r}])
 """
     environment = {**os.environ, "NEMO_BUILD_CACHE": str(tmp_path / "cache")}
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "packing\n"
@@ -165,5 +171,7 @@ main(["build", {str(tiny_bundle)!r}, "-o", {str(tmp_path / "engine")!r}])
     assert process.returncode == (143 if number == signal.SIGTERM else 130)
     assert "Traceback" not in errors
     assert [p.name for p in tmp_path.iterdir()] == ["cache"]
-    left: list[Path] = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != "digests.json"]
+    left: list[Path] = [
+        p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != "digests.json"
+    ]
     assert left == []

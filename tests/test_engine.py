@@ -33,7 +33,11 @@ def test_greedy_equals_transformers(engine):
         ids = torch.tensor([engine.tokenizer.encode(prompt)])
         with torch.no_grad():
             want = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, eos_token_id=[-1]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=40,
+                eos_token_id=[-1],
             )
         assert list(got.token_ids) == want[0, ids.shape[1] :].tolist(), prompt
 
@@ -81,7 +85,9 @@ def test_abandoned_stream_harms_nobody(engine):
 
 def test_seed_decides(engine):
     def sampled(seed):
-        return engine.generate(PROMPTS[0], SamplingParams(max_tokens=30, seed=seed, ignore_eos=True))[0].token_ids
+        return engine.generate(PROMPTS[0], SamplingParams(max_tokens=30, seed=seed, ignore_eos=True))[
+            0
+        ].token_ids
 
     assert sampled(1) == sampled(1)
     assert sampled(1) != sampled(2)
@@ -116,7 +122,9 @@ def test_context_is_a_limit(engine):
 
 def test_penalties_are_applied(engine):
     plain = engine.generate(PROMPTS[3], GREEDY)[0].token_ids
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, presence_penalty=2, frequency_penalty=2)
+    params = SamplingParams(
+        max_tokens=40, temperature=0, ignore_eos=True, presence_penalty=2, frequency_penalty=2
+    )
     penalised = engine.generate(PROMPTS[3], params)[0].token_ids
     assert len(set(penalised)) > len(set(plain))
 
@@ -132,7 +140,9 @@ def test_wrong_prompts_are_all_named(engine):
 def test_chat_prompt(engine):
     text = engine.chat_prompt([{"role": "user", "content": "Hi"}], enable_thinking=False)
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think></think>")
-    assert engine.chat_prompt([{"role": "user", "content": "Hi"}]).endswith("<|im_start|>assistant\n<think>\n")
+    assert engine.chat_prompt([{"role": "user", "content": "Hi"}]).endswith(
+        "<|im_start|>assistant\n<think>\n"
+    )
     with pytest.raises(RequestError):
         engine.chat_prompt([{"role": 1}])
 

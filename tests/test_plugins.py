@@ -28,7 +28,7 @@ def check(name: str, inputs: list, attributes: dict, lengths: np.ndarray) -> Non
     plugin = plugins_by_name()[name]
     before = [None if a is None else a.copy() for a in inputs]
     got = run_function(name, inputs, attributes)
-    want = plugin.reference(*inputs, **{k: v for k, v in attributes.items()})
+    want = plugin.reference(*inputs, **attributes)
     want = want if isinstance(want, tuple) else (want,)
     valid = np.arange(got[0].shape[1]) < lengths[:, None]
     np.testing.assert_allclose(got[0][valid], want[0][valid], atol=2e-5, rtol=2e-5)
@@ -39,7 +39,9 @@ def check(name: str, inputs: list, attributes: dict, lengths: np.ndarray) -> Non
 
 
 @many
-@given(seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9), ring=st.integers(0, 5), bias=st.booleans())
+@given(
+    seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9), ring=st.integers(0, 5), bias=st.booleans()
+)
 def test_causal_conv1d(seed, batch, steps, ring, bias):
     rng = np.random.default_rng(seed)
     slots, channels, width = batch + 2, int(rng.integers(1, 7)), int(rng.integers(2, 5))
@@ -56,14 +58,18 @@ def test_causal_conv1d(seed, batch, steps, ring, bias):
 
 
 @many
-@given(seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9), ring=st.integers(0, 5), clamp=st.booleans())
+@given(
+    seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9), ring=st.integers(0, 5), clamp=st.booleans()
+)
 def test_selective_scan(seed, batch, steps, ring, clamp):
     rng = np.random.default_rng(seed)
     slots, groups, per, head_dim, width = batch + 1, *(int(v) for v in rng.integers(1, 5, 4))
     heads = groups * per
     control = step_control(rng, batch, slots, steps, ring, 40)
     pending = normal(rng, slots, ring, heads * head_dim + groups * width + heads)
-    pending[..., heads * head_dim + groups * width :] = np.abs(pending[..., heads * head_dim + groups * width :])
+    pending[..., heads * head_dim + groups * width :] = np.abs(
+        pending[..., heads * head_dim + groups * width :]
+    )
     inputs = [
         normal(rng, batch, steps, heads * head_dim),
         normal(rng, batch, steps, heads),
@@ -109,7 +115,9 @@ def test_routed_experts(seed, batch, steps, one_expert):
         scores[..., 0] += 10
     indices = np.argsort(-scores, axis=-1)[..., :top_k].astype(np.int64)
     lengths = rng.integers(0, steps + 1, batch).astype(np.int64)
-    weights = [normal(rng, inner, width) for _ in range(experts)] + [normal(rng, width, inner) for _ in range(experts)]
+    weights = [normal(rng, inner, width) for _ in range(experts)] + [
+        normal(rng, width, inner) for _ in range(experts)
+    ]
     inputs = [normal(rng, batch, steps, width), indices, normal(rng, batch, steps, top_k), lengths, *weights]
     check("RoutedExperts", inputs, {"num_experts": experts}, lengths)
 
@@ -161,8 +169,10 @@ def test_padding_never_touches_other_rows():
     )
     experts = run_function(
         "RoutedExperts",
-        [poisoned(3, 4, 5), np.zeros((3, 4, 1), np.int64), poisoned(3, 4, 1), lengths]
-        + [normal(rng, 6, 5), normal(rng, 5, 6)],
+        [
+            *(poisoned(3, 4, 5), np.zeros((3, 4, 1), np.int64), poisoned(3, 4, 1), lengths),
+            *(normal(rng, 6, 5), normal(rng, 5, 6)),
+        ],
         {"num_experts": 1},
     )
     for outputs in (conv, scan, attention, experts):
@@ -223,5 +233,5 @@ def test_schema_is_what_the_checker_uses(name):
 
 def test_checker_rejects_a_wrong_type():
     x, w = np.zeros((1, 2), np.float32), np.zeros((3, 2), np.int64)
-    with pytest.raises(onnx.shape_inference.InferenceError, match="weight.*int64"):
+    with pytest.raises(onnx.shape_inference.InferenceError, match=r"weight.*int64"):
         one_node_model("BlockLinear", [x, w], {})

@@ -39,9 +39,19 @@ BASE: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "hybrid": {"hybrid_override_pattern": "MEM*E-"},
     "dense": {"hybrid_override_pattern": "M-M*-"},
-    "grouped-routing": {"hybrid_override_pattern": "*EME", "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+    "grouped-routing": {
+        "hybrid_override_pattern": "*EME",
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+    },
     "latent-experts": {"hybrid_override_pattern": "M*E", "moe_latent_size": 32},
-    "biases": {"hybrid_override_pattern": "M*E-", "use_bias": True, "mlp_bias": True, "mamba_proj_bias": True},
+    "biases": {
+        "hybrid_override_pattern": "M*E-",
+        "use_bias": True,
+        "mlp_bias": True,
+        "mamba_proj_bias": True,
+    },
     "no-conv-bias-one-group": {"hybrid_override_pattern": "M*M", "use_conv_bias": False, "n_groups": 1},
     "tied": {"hybrid_override_pattern": "M*E", "tie_word_embeddings": True},
 }
@@ -115,7 +125,9 @@ def reference_logits(model: NemotronHForCausalLM, tokens: list[int]) -> np.ndarr
         return model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
 
 
-def feed(session: OrtSession, rows: dict[int, list[int]], past: dict[int, int], **kwargs: Any) -> dict[int, np.ndarray]:
+def feed(
+    session: OrtSession, rows: dict[int, list[int]], past: dict[int, int], **kwargs: Any
+) -> dict[int, np.ndarray]:
     """One step with all logits: slot -> new tokens; `past` is read and advanced. Returns slot -> ``[n, V]``."""
     slots = list(rows)
     batch = StepBatch.of_rows(

@@ -35,7 +35,10 @@ def feed_forward_tensors(
     prefix: str, hidden: int, inner: int, bias: bool, role: str
 ) -> dict[str, TensorRule]:
     """Tensors of an up/down pair below `prefix`."""
-    shapes: dict[str, tuple[int, ...]] = {"up_proj.weight": (inner, hidden), "down_proj.weight": (hidden, inner)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "up_proj.weight": (inner, hidden),
+        "down_proj.weight": (hidden, inner),
+    }
     if bias:
         shapes |= {"up_proj.bias": (inner,), "down_proj.bias": (hidden,)}
     return {
@@ -47,5 +50,8 @@ def feed_forward_tensors(
 def feed_forward(g: GraphBuilder, prefix: str, x: ir.Value, lengths: ir.Value, *, bias: bool) -> ir.Value:
     """down(relu(up(x))²) with the checkpoint tensors below `prefix`."""
     return g.linear(
-        g.relu2(g.linear(x, f"{prefix}.up_proj", lengths, bias=bias)), f"{prefix}.down_proj", lengths, bias=bias
+        g.relu2(g.linear(x, f"{prefix}.up_proj", lengths, bias=bias)),
+        f"{prefix}.down_proj",
+        lengths,
+        bias=bias,
     )

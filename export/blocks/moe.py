@@ -54,7 +54,11 @@ def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: Step
     routed_in = x
     if m.latent_size is not None:
         routed_in = g.linear(x, f"{p}.fc1_latent_proj", step.lengths, bias=m.bias)
-    experts = [g.weight(f"{p}.experts.{e}.{n}.weight") for n in ("up_proj", "down_proj") for e in range(m.num_experts)]
+    experts = [
+        g.weight(f"{p}.experts.{e}.{n}.weight")
+        for n in ("up_proj", "down_proj")
+        for e in range(m.num_experts)
+    ]
     routed = g.call(
         "RoutedExperts",
         [routed_in, indices, weights, step.lengths, *experts],

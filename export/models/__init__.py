@@ -54,7 +54,9 @@ def step_inputs(g: GraphBuilder) -> StepInputs:
     """Declare the integer inputs that every step graph has."""
     rows = {name: g.input(name, ("batch",)) for name in ("lengths", "past", "accepted", "slots")}
     return StepInputs(
-        input_ids=g.input("input_ids", ("batch", "steps")), logit_rows=g.input("logit_rows", ("rows",)), **rows
+        input_ids=g.input("input_ids", ("batch", "steps")),
+        logit_rows=g.input("logit_rows", ("rows",)),
+        **rows,
     )
 
 

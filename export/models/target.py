@@ -43,4 +43,6 @@ def build(g: GraphBuilder, spec: ModelSpec) -> None:
     x = g.op("Cast", rows, to=ACTIVATION, name="embedded")
     for prefix, kind in layers(spec).items():
         x = layer(g, spec, kind, prefix, x, step)
-    head(g, spec, g.rms_norm(x, g.weight("backbone.norm_f.weight", ACTIVATION), spec.norm_eps, "norm_f"), step)
+    head(
+        g, spec, g.rms_norm(x, g.weight("backbone.norm_f.weight", ACTIVATION), spec.norm_eps, "norm_f"), step
+    )

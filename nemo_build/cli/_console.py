@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ def bars() -> Iterator[Bars]:
         yield Bars(progress)
 
 
-def table(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...]) -> None:
+def table(title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...]) -> None:
     """Print a table on standard output."""
     from rich.console import Console
     from rich.table import Table

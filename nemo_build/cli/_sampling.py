@@ -21,7 +21,9 @@ _OPTIONS = (
     click.option("--top-k", type=int, help="Most likely tokens kept  [default: the checkpoint's]"),
     click.option("--min-p", type=float, help="Drop tokens below this fraction of the most likely one."),
     click.option("--repetition-penalty", type=float, help="Divide the logits of tokens seen before."),
-    click.option("--presence-penalty", type=float, help="Subtract from the logits of tokens generated before."),
+    click.option(
+        "--presence-penalty", type=float, help="Subtract from the logits of tokens generated before."
+    ),
     click.option("--frequency-penalty", type=float, help="The same, times how often."),
     click.option("--seed", type=int, help="Same seed, same text."),
     click.option("--stop", multiple=True, help="Stop at this text; may be given several times."),

@@ -21,9 +21,7 @@ _END_OF_TURN = "<|im_end|>"
 @click.option("--thinking/--no-thinking", default=True, show_default=True, help="Let the model reason first.")
 @click.option("--threads", type=int, help="CPU threads  [default: all]")
 @sampling_options
-def command(
-    engine: Path, system: str | None, thinking: bool, threads: int | None, **options: Any
-) -> None:
+def command(engine: Path, system: str | None, thinking: bool, threads: int | None, **options: Any) -> None:
     """Talk to an ENGINE. "/reset" forgets the conversation, "/exit" (or the end of input) leaves."""
     from nemo_build.runtime import Engine
 

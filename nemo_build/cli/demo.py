@@ -29,7 +29,17 @@ def command(out: Path | None, max_tokens: int) -> None:
         _run("build", bundle, "-o", engine, "--target", "cpu", *again)
         _run("inspect", engine)
         for prompt in _PROMPTS:
-            _run("generate", engine, prompt, "--max-tokens", str(max_tokens), "--seed", "1", "--temperature", "0.7")
+            _run(
+                "generate",
+                engine,
+                prompt,
+                "--max-tokens",
+                str(max_tokens),
+                "--seed",
+                "1",
+                "--temperature",
+                "0.7",
+            )
 
 
 def _run(*arguments: str) -> None:

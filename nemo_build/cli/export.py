@@ -13,7 +13,9 @@ from nemo_build.cli._console import count, force_option, json_option, print_json
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Directory of the model bundle.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="Directory of the model bundle."
+)
 @click.option(
     "--weights",
     type=click.Choice(["auto", "link", "reference"]),

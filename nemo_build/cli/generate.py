@@ -29,7 +29,7 @@ def command(
     """
     from nemo_build.runtime import Engine
 
-    texts = [click.get_text_stream("stdin").read() if p == "-" else p for p in prompts or ("-",)]
+    texts = [sys.stdin.read() if p == "-" else p for p in prompts or ("-",)]
     loaded = Engine.load(engine, threads=threads)
     params = sampling_params(loaded.default_params, options)
     start = time.perf_counter()

@@ -55,9 +55,7 @@ def command(path: Path, verify: bool, as_json: bool) -> None:
             }
         )
     click.echo()
-    rows = [
-        (f.target, f"{f.memory_gb:g} GB", *_fit_cells(f.context, f.sequences)) for f in report.fits
-    ]
+    rows = [(f.target, f"{f.memory_gb:g} GB", *_fit_cells(f.context, f.sequences)) for f in report.fits]
     table("With the weights as they are", rows, ("target", "memory", "longest context", "sequences at 8K"))
 
 

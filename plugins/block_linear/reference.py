@@ -19,6 +19,9 @@ def function(attributes: Mapping[str, Any], present: Collection[str]) -> str:
     """
 
 
-def reference(x: NDArray[Any], weight: NDArray[Any], lengths: NDArray[np.int64] | None = None) -> NDArray[Any]:
+def reference(
+    x: NDArray[Any], weight: NDArray[Any], lengths: NDArray[np.int64] | None = None
+) -> NDArray[Any]:
     """y = x @ weight^T. Shapes as in the schema."""
-    return x @ weight.astype(x.dtype).T
+    y: NDArray[Any] = x @ weight.astype(x.dtype).T
+    return y

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schema of ``BlockLinear``."""
 
-from nemo_build.plugins.schema import FLOATS, INDEX, LENGTHS, Op, Param
 from dataclasses import replace
+
+from nemo_build.plugins.schema import FLOATS, INDEX, LENGTHS, Op, Param
 
 OP = Op(
     name="BlockLinear",

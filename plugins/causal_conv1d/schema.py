@@ -26,7 +26,9 @@ OP = Op(
     ),
     outputs=(
         Param("y", "T", "[B, L, C]", "SiLU of the convolution; unspecified at and past a row's length"),
-        Param("state_out", "T", "[S, W-1+K, C]", "the state after the step; slots of no active row unchanged"),
+        Param(
+            "state_out", "T", "[S, W-1+K, C]", "the state after the step; slots of no active row unchanged"
+        ),
     ),
     aliases={"state_out": "state"},
 )

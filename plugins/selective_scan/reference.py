@@ -183,7 +183,9 @@ def reference(
         x_i, b_i, d_i = np.split(token, [heads * head_dim, heads * head_dim + groups * width])
         b_heads = np.repeat(b_i.reshape(groups, width), heads // groups, axis=0)
         update = (d_i[:, None] * x_i.reshape(heads, head_dim))[:, :, None] * b_heads[:, None, :]
-        return h * np.exp(d_i * a)[:, None, None] + update
+        faded: Array = h * np.exp(d_i * a)[:, None, None]
+        advanced: Array = faded + update
+        return advanced
 
     for row, slot in enumerate(slots):
         n = int(lengths[row])
