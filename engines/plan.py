@@ -51,12 +51,12 @@ class MemoryPlan:
             return
         spare = available - self.weights_memory
         per_slot = (self.state + self.cache) // self.slots
-        hint = (
-            f"{max(spare // per_slot, 0)} sequences of {self.context} positions would fit: lower --max-sequences "
-            "or --max-context."
-            if spare >= per_slot
-            else "Lower --max-sequences or --max-context, or give it more memory."
-        )
+        if spare < 0:
+            hint = "The weights alone do not fit; it takes a machine with more memory."
+        elif spare < per_slot:
+            hint = "Not even one sequence fits: lower --max-context, or give it more memory."
+        else:
+            hint = f"{spare // per_slot} sequences of {self.context} positions would fit (--max-sequences)."
         raise PlanError(
             f"The engine does not fit {where}: it needs {_gib(self.total)}, there are {_gib(available)}.",
             [

@@ -7,6 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared-machine", deadline=None)  # timed assertions do not belong into tests
+settings.load_profile("shared-machine")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

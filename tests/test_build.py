@@ -124,7 +124,7 @@ def test_plan_refuses_with_the_arithmetic(tiny_bundle, tmp_path):
     text = str(caught.value)
     assert "does not fit the memory allowed: it needs" in text
     assert "key/value cache 0.98 GiB = 2000 sequences x 1024 positions" in text
-    assert "sequences of 1024 positions would fit" in text
+    assert "sequences of 1024 positions would fit (--max-sequences)" in text
     assert list(tmp_path.iterdir()) == []
 
 

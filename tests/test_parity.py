@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.session import StepBatch
@@ -163,3 +165,48 @@ def test_bfloat16_checkpoint(tmp_path, kind):
     exact = reference_model(dtype=torch.bfloat16, **KINDS[kind]).float()
     fix_time_step_clamp(exact)
     np.testing.assert_allclose(got, reference_logits(exact, tokens), atol=TOLERANCE, rtol=0)
+
+
+@st.composite
+def random_config(draw):
+    """A small configuration: any pattern, any widths that divide."""
+    groups, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    experts_per_group, expert_groups = draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    top_groups = draw(st.integers(1, expert_groups))
+    return {
+        # Transformers needs an attention layer for its cache and a first layer of any kind.
+        "hybrid_override_pattern": draw(st.text("M*E-", min_size=1, max_size=5)) + "*",
+        "hidden_size": draw(st.integers(1, 7)) * 8,
+        "num_attention_heads": kv_heads * draw(st.integers(1, 3)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw(st.sampled_from([4, 8, 12])),
+        "mamba_num_heads": groups * draw(st.integers(1, 3)),
+        "mamba_head_dim": draw(st.integers(1, 9)),
+        "n_groups": groups,
+        "ssm_state_size": draw(st.integers(1, 17)),
+        "conv_kernel": draw(st.integers(2, 5)),
+        "use_conv_bias": draw(st.booleans()),
+        "chunk_size": draw(st.sampled_from([8, 16, 64])),
+        "n_routed_experts": experts_per_group * expert_groups,
+        "n_group": expert_groups,
+        "topk_group": top_groups,
+        "num_experts_per_tok": draw(st.integers(1, experts_per_group * top_groups)),
+        "norm_topk_prob": draw(st.booleans()),
+        "moe_latent_size": draw(st.sampled_from([None, 16])),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "time_step_limit": draw(st.sampled_from([(0.0, float("inf")), (0.01, 0.3)])),
+    }
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=random_config(), seed=st.integers(0, 99), cut=st.integers(1, 69))
+def test_random_configurations(tmp_path_factory, config, seed, cut):
+    directory = tmp_path_factory.mktemp("random")
+    model = reference_model(seed, **config)
+    save_checkpoint(model, directory / "checkpoint")
+    session = open_exported(directory / "checkpoint", directory / "bundle", slots=1, context=70)
+    tokens = tokens_of(70, seed)
+    past: dict[int, int] = {}
+    got = np.concatenate([feed(session, {0: part}, past)[0] for part in (tokens[:cut], tokens[cut:])])
+    np.testing.assert_allclose(got, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)

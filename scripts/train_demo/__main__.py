@@ -12,6 +12,7 @@ import model
 import report
 import tok
 import torch
+import torch._dynamo.config
 import torch._inductor.config
 import train
 from tokenizers import Tokenizer
@@ -71,8 +72,9 @@ def main() -> None:
     """Run all stages: corpus, tokenizer, trunk, MTP, checkpoint, measurements."""
     args = arguments()
     torch.set_num_threads(args.threads)
-    # Compiled kernels must follow a changing thread count.
+    # Compiled kernels must follow a changing thread count; blocks share one code object for all their variants.
     torch._inductor.config.cpp.dynamic_threads = args.share_cpu
+    torch._dynamo.config.recompile_limit = 64
     threads = train.Threads(args.threads, args.share_cpu)
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
