@@ -15,22 +15,25 @@ import onnxruntime
 import nemo_build
 from nemo_build.bundle import (
     ENGINE_BUNDLE,
+    FORMAT_VERSION,
     MODEL_BUNDLE,
     Progress,
     check_files,
-    copy_text_files,
+    copy_files,
     publish,
     read_manifest,
+    require_output,
     sha256_file,
     sha256_json,
     write_manifest,
 )
-from nemo_build.engines import cache
+from nemo_build.engines.cache import ContentDigests, EngineCache
 from nemo_build.engines.plan import MemoryPlan, host_memory, plan_memory
 from nemo_build.engines.targets import TARGETS
 from nemo_build.engines.weights import PackedWeight, lay_out, point_at, write_packed
 from nemo_build.errors import BundleError, UserError
 from nemo_build.export.safetensors_header import HeaderError, read_header
+from nemo_build.spec import ModelSpec
 from nemo_build.state import StateSpec
 
 WEIGHTS_FILE = "weights.bin"
@@ -43,14 +46,11 @@ class BuildOptions:
     Attributes:
         max_sequences: Sequences at a time.
         max_context: Positions per sequence; ``None`` means the model's limit, but at most 8192.
-        max_pending: Tokens per sequence that a step may leave uncommitted (draft length + 1); 0 without
-            speculation.
         memory: Bytes that the engine may use; ``None`` means all of the target's.
     """
 
     max_sequences: int = 8
     max_context: int | None = None
-    max_pending: int = 0
     memory: int | None = None
 
 
@@ -90,7 +90,7 @@ def build_engine(
         target: A name of :data:`~nemo_build.engines.targets.TARGETS`.
         options: Sizes.
         use_cache: Take the engine from the build cache, or add it there.
-        force: Replace `out`.
+        force: Replace `out` if it is a bundle.
         progress: Told of the long phases.
 
     Raises:
@@ -100,6 +100,7 @@ def build_engine(
     """
     options = options or BuildOptions()
     _require_target(target)
+    require_output(out, force=force, source=bundle)
     manifest = read_manifest(bundle, MODEL_BUNDLE)
     check_files(bundle, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
     folder = Path(manifest["weights"]["folder"] or bundle)
@@ -111,11 +112,15 @@ def build_engine(
     _check_shards(manifest, folder, weights)
     settings = _settings(manifest, options)
     plan = _plan(manifest, weights, settings)
-    plan.require(options.memory or host_memory(), "the memory allowed" if options.memory else "this machine")
+    if options.memory is None:
+        plan.require(host_memory(), "this machine")
+    else:
+        plan.require(options.memory, "the memory allowed")
 
     contents = _content_digests(folder, weights, progress)
     provenance = {
         "nemo_build": nemo_build.__version__,
+        "engine_format": FORMAT_VERSION,
         "target": target,
         "backend": {"name": "onnxruntime", "version": onnxruntime.__version__},
         "options": settings,
@@ -132,15 +137,15 @@ def build_engine(
         _write_engine(directory, bundle, folder, manifest, models, weights, provenance, plan, progress)
 
     if not use_cache:
-        with publish(out, force=force) as directory:
+        with publish(out) as directory:
             fill(directory)
         return BuildResult(out, plan, key, cached=False)
-    entry = cache.engine_entry(key)
-    cached = cache.is_complete(entry)
-    with publish(out, force=force) as directory:
+    cache = EngineCache(key)
+    with cache.lock(), publish(out) as directory:
+        cached = cache.is_complete()
         if not cached:
-            entry = cache.store(key, fill)
-        cache.link_tree(entry, directory)
+            cache.store(fill)
+        cache.copy_to(directory)
     return BuildResult(out, plan, key, cached)
 
 
@@ -165,14 +170,18 @@ def _write_engine(
         path.write_bytes(model.SerializeToString(deterministic=True))
         entry = manifest["graphs"][name]
         graphs[name] = {**entry, "file": path.name, "sha256": sha256_file(path)}
-    files = copy_text_files(bundle, directory)
+    files = copy_files(bundle, directory, manifest["files"])
     content = {
         **provenance,
         "spec": manifest["spec"],
         "graphs": graphs,
         "plan": plan.to_json(),
         "files": files,
-        "sizes": {path.name: path.stat().st_size for path in sorted(directory.iterdir())},
+        "sizes": {
+            str(path.relative_to(directory)): path.stat().st_size
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        },
         "weights": {
             "file": WEIGHTS_FILE,
             "sha256": digest,
@@ -199,29 +208,28 @@ def _settings(manifest: dict[str, Any], options: BuildOptions) -> dict[str, int]
         problems.append(f"--max-sequences is {options.max_sequences}; it must be at least 1")
     if not 1 <= context <= limit:
         problems.append(f"--max-context is {context}; the model allows 1 to {limit}")
-    if options.max_pending < 0:
-        problems.append(f"--max-pending is {options.max_pending}; it must not be negative")
     if problems:
         raise UserError("The engine cannot be built as asked:", problems)
     return {
         "max_sequences": options.max_sequences,
         "max_context": context,
-        "max_pending": options.max_pending,
     }
 
 
 def _plan(manifest: dict[str, Any], weights: Iterable[PackedWeight], settings: dict[str, int]) -> MemoryPlan:
     """The memory plan; ONNX Runtime's own kernels compute with float32 copies of all but the embedding table."""
     weights = list(weights)
-    in_memory = sum(
-        w.nbytes if w.name == "backbone.embeddings.weight" else 4 * math.prod(w.shape) for w in weights
-    )
+    spec = ModelSpec.from_json(manifest["spec"])
+    table = {w.name: w for w in weights}["backbone.embeddings.weight"]
+    in_memory = sum(4 * math.prod(w.shape) for w in weights if w is not table) + table.nbytes
+    if spec.tie_word_embeddings:
+        in_memory += 4 * math.prod(table.shape)  # as the head it is a projection like the others
     states = [StateSpec.from_json(s) for g in manifest["graphs"].values() for s in g["state"]]
     return plan_memory(
+        spec,
         states,
         slots=settings["max_sequences"],
         context=settings["max_context"],
-        pending=settings["max_pending"],
         weights_file=sum(w.nbytes for w in weights),
         weights_memory=in_memory,
     )
@@ -250,7 +258,7 @@ def _content_digests(
     folder: Path, weights: Iterable[PackedWeight], progress: BuildProgress | None
 ) -> list[str]:
     """Sha256 of every shard's contents, in order of their names."""
-    digests = cache.ContentDigests()
+    digests = ContentDigests()
     paths = [(folder / source).resolve() for source in sorted({w.source for w in weights})]
     unread = sum(p.stat().st_size for p in paths if not digests.is_known(p))
     report = progress.start("hashing weights", unread) if progress and unread else None

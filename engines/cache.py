@@ -3,85 +3,122 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nemo_build.bundle import ENGINE_BUNDLE, publish, sha256_file
+from nemo_build.bundle import publish, sha256_file
 from nemo_build.settings import cache_directory
 
 _DIGESTS = "digests.json"
+_FRESH_SECONDS = 1.0
 
 
-def engine_entry(key: str) -> Path:
-    """Where the engine of this key is, or would be."""
-    return cache_directory() / "engines" / key
+class EngineCache:
+    """One entry of the cache, held by one process at a time.
 
+    An entry's files are shared with the engines taken from it by hard links, and are read-only. What was stored
+    is noted beside it (size, modification time and inode of each file), so that an entry whose files were written
+    to in place, through an engine, is not taken for whole.
 
-def is_complete(entry: Path) -> bool:
-    """Whether a cached engine is there with all its files at their full size."""
-    try:
-        sizes = json.loads((entry / ENGINE_BUNDLE).read_text(encoding="utf-8"))["sizes"]
-        return all((entry / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
+    Args:
+        key: Digest of all that goes into the engine.
+    """
 
+    def __init__(self, key: str) -> None:
+        self.entry = cache_directory() / "engines" / key
+        self._note = self.entry.with_suffix(".json")
 
-def link_tree(source: Path, destination: Path) -> None:
-    """Fill the empty directory `destination` with hard links to `source`'s files, or copies across file systems."""
-    for path in sorted(source.iterdir()):
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the entry; other processes that build the same engine wait."""
+        self.entry.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.entry.with_suffix(".lock"), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def is_complete(self) -> bool:
+        """Whether the engine is there and its files are those that were stored."""
         try:
-            os.link(path, destination / path.name)
-        except OSError:
-            shutil.copyfile(path, destination / path.name)
+            return bool(json.loads(self._note.read_text(encoding="utf-8")) == _identities(self.entry))
+        except (OSError, ValueError):
+            return False
+
+    def store(self, fill: Callable[[Path], None]) -> None:
+        """Put an engine there; `fill` writes it into an empty directory."""
+        self._note.unlink(missing_ok=True)
+        with publish(self.entry) as directory:
+            fill(directory)
+            for name in _identities(directory):
+                (directory / name).chmod(0o444)
+        self._note.write_text(json.dumps(_identities(self.entry)), encoding="utf-8")
+
+    def copy_to(self, destination: Path) -> None:
+        """Fill an empty directory with hard links to the entry's files, or copies across file systems."""
+        for name in _identities(self.entry):
+            (destination / name).parent.mkdir(exist_ok=True)
+            try:
+                os.link(self.entry / name, destination / name)
+            except OSError:
+                shutil.copyfile(self.entry / name, destination / name)
 
 
 class ContentDigests:
-    """Sha256 of large files, remembered by identity (path, size, modification time, inode).
+    """Sha256 of large files, remembered by identity (device, inode, size, modification time).
 
     A file whose identity has not changed is not read again; this is what makes the second build of an engine
-    take no time.
+    take no time. A file written within the last second is not remembered: another write might leave its
+    modification time as it is.
     """
 
     def __init__(self) -> None:
         self._path = cache_directory() / _DIGESTS
         try:
-            self._known: dict[str, dict[str, Any]] = json.loads(self._path.read_text(encoding="utf-8"))
+            self._known: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             self._known = {}
 
     def is_known(self, path: Path) -> bool:
         """Whether the digest of the file as it is now is remembered."""
-        return self._known.get(str(path), {}).get("identity") == _identity(path)
+        return _file_key(path) in self._known
 
     def digest(self, path: Path, progress: Callable[[int], None] | None = None) -> str:
         """Sha256 of the file's contents."""
-        identity = _identity(path)
-        if not self.is_known(path):
-            self._known[str(path)] = {"identity": identity, "sha256": sha256_file(path, progress)}
+        key = _file_key(path)
+        if key not in self._known:
+            digest = sha256_file(path, progress)
+            if time.time() - path.stat().st_mtime < _FRESH_SECONDS:
+                return digest
+            self._known[key] = digest
             self._save()
-        return str(self._known[str(path)]["sha256"])
+        return self._known[key]
 
     def _save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(f".{os.getpid()}.partial")
-        temporary.write_text(json.dumps(self._known), encoding="utf-8")
-        temporary.replace(self._path)
+        """Remember, where the cache can be written; if not, the next build reads the files again."""
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=_DIGESTS, dir=self._path.parent)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(self._known, file)
+            os.replace(temporary, self._path)
 
 
-def store(key: str, fill: Callable[[Path], None]) -> Path:
-    """Add an engine to the cache; `fill` writes it into an empty directory. Returns the entry."""
-    entry = engine_entry(key)
-    with publish(entry, force=True) as directory:
-        fill(directory)
-        for path in directory.iterdir():
-            path.chmod(0o444)  # entries are shared with engine bundles by hard links
-    return entry
+def _identities(directory: Path) -> dict[str, Any]:
+    """Size, modification time and inode of every file below a directory, by relative name."""
+    found = {}
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+        status = path.stat()
+        found[str(path.relative_to(directory))] = [status.st_size, status.st_mtime_ns, status.st_ino]
+    return found
 
 
-def _identity(path: Path) -> list[int]:
+def _file_key(path: Path) -> str:
     status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"

@@ -118,7 +118,10 @@ def _gpus() -> tuple[str, ...]:
     if shutil.which("nvidia-smi") is None:
         return ()
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return (f"nvidia-smi failed: {error}",)
     return (
         tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
         if done.returncode == 0
@@ -133,10 +136,13 @@ def _try_onnxruntime(provider: str, name: str) -> Backend:
     """
     import numpy as np
     import onnx.parser
-    import onnxruntime as ort
 
     from nemo_build.plugins.registry import plugins_by_name
 
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        return Backend(name, False, f"onnxruntime cannot be imported: {error}")
     if provider not in ort.get_available_providers():
         return Backend(name, False, "this build of onnxruntime does not have it")
     ort.set_default_logger_severity(4)  # a failed load of the provider's libraries is a finding, not noise

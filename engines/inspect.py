@@ -28,7 +28,8 @@ class Fit:
         target: The device.
         memory_gb: Its memory.
         context: Longest context of one sequence, up to the model's limit; 0 if the weights do not fit.
-        sequences: Sequences of 8,192 positions (or the model's limit) at a time.
+        sequences: Sequences of 8,192 positions (or the model's limit) at a time; 0 too for a model that keeps
+            no state, whose sequences cost nothing.
     """
 
     target: str
@@ -203,5 +204,6 @@ def _fit(target: Target, weight_bytes: int, states: list[StateSpec], limit: int)
     if free < state + per_token:
         return Fit(target.name, target.memory_gb, 0, 0)
     context = min(limit, (free - state) // per_token) if per_token else limit
-    sequences = free // (state + per_token * min(8192, limit))
+    per_sequence = state + per_token * min(8192, limit)
+    sequences = free // per_sequence if per_sequence else 0
     return Fit(target.name, target.memory_gb, context, sequences)

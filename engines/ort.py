@@ -58,6 +58,7 @@ class OrtSession:
             raise BundleError(f"ONNX Runtime cannot load {model}: {error}") from error
         metadata = self._session.get_modelmeta().custom_metadata_map
         self.states = [StateSpec.from_json(s) for s in json.loads(metadata["nemo_build.state"])]
+        self._vocabulary = int(json.loads(metadata["nemo_build.spec"])["vocab_size"])
         sizes = {"slots": slots, "context": context, "pending": pending}
         self._state = {s.name: np.zeros(s.resolve(sizes), s.dtype) for s in self.states}
         self._outputs = ["logits", "hidden"] if hidden else ["logits"]
@@ -69,7 +70,8 @@ class OrtSession:
 
     def step(self, batch: StepBatch) -> StepOutput:
         """Run one step; see :class:`~nemo_build.engines.session.Session`."""
-        check_batch(batch, slots=self.slots, context=self.context, pending=self.pending)
+        sizes = {"slots": self.slots, "context": self.context, "pending": self.pending}
+        check_batch(batch, **sizes, vocabulary=self._vocabulary)
         binding = self._binding
         for name in ("input_ids", "lengths", "past", "accepted", "slots", "logit_rows"):
             binding.bind_cpu_input(name, np.ascontiguousarray(getattr(batch, name)))

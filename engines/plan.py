@@ -6,12 +6,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from nemo_build.errors import PlanError
+from nemo_build.spec import ModelSpec
 from nemo_build.state import StateSpec, state_bytes
 
+PREFILL_CHUNK = 256
+"""Most prompt tokens of a sequence in one step, unless a caller says otherwise."""
+
 _GIB = 1 << 30
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -21,25 +28,25 @@ class MemoryPlan:
     Attributes:
         slots: Sequences at a time.
         context: Positions per sequence.
-        pending: Tokens per sequence that a step may leave uncommitted.
         weights_file: Bytes of the weights on disk.
         weights_memory: Bytes of the weights in memory, in the form the backend computes with.
         state: Bytes of the state that does not grow with the context, all slots.
         cache: Bytes of the key/value caches, all slots at full context.
+        activations: Bytes of the largest intermediate results of a step in which all slots prefill.
     """
 
     slots: int
     context: int
-    pending: int
     weights_file: int
     weights_memory: int
     state: int
     cache: int
+    activations: int
 
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return self.weights_memory + self.state + self.cache
+        return self.weights_memory + self.state + self.cache + self.activations
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the total."""
@@ -50,7 +57,7 @@ class MemoryPlan:
         if self.total <= available:
             return
         spare = available - self.weights_memory
-        per_slot = (self.state + self.cache) // self.slots
+        per_slot = (self.state + self.cache + self.activations) // self.slots
         if spare < 0:
             hint = "The weights alone do not fit; it takes a machine with more memory."
         elif spare < per_slot:
@@ -63,17 +70,18 @@ class MemoryPlan:
                 f"weights {_gib(self.weights_memory)} ({_gib(self.weights_file)} on disk)",
                 f"recurrent state {_gib(self.state)} = {self.slots} sequences x {_gib(self.state // self.slots)}",
                 f"key/value cache {_gib(self.cache)} = {self.slots} sequences x {self.context} positions",
+                f"activations {_gib(self.activations)} while all prefill {PREFILL_CHUNK} tokens at a time",
             ],
             hint,
         )
 
 
 def plan_memory(
+    spec: ModelSpec,
     states: Iterable[StateSpec],
     *,
     slots: int,
     context: int,
-    pending: int,
     weights_file: int,
     weights_memory: int,
 ) -> MemoryPlan:
@@ -84,17 +92,39 @@ def plan_memory(
     return MemoryPlan(
         slots,
         context,
-        pending,
         weights_file,
         weights_memory,
-        state_bytes(rest, slots=slots, pending=pending),
+        state_bytes(rest, slots=slots),
         state_bytes(cache, slots=slots, context=context),
+        _activation_bytes(spec, slots * min(PREFILL_CHUNK, context), context),
     )
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory that this process may use: the machine's, or its control group's if that is less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):
+            continue  # no such control group, or "max"
+    return min(limits)
+
+
+def _activation_bytes(spec: ModelSpec, tokens: int, context: int) -> int:
+    """Float32 results alive at once in the widest block: attention's scores dominate at long contexts.
+
+    The reference body holds the scores three times (raw, masked, normalised); the other blocks hold a few
+    copies of their widest projection.
+    """
+    scores = 3 * spec.attention.num_heads * context if spec.attention else 0
+    widths = [
+        4 * spec.mamba.in_proj_size if spec.mamba else 0,
+        2 * spec.mlp.intermediate_size if spec.mlp else 0,
+        2 * spec.moe.shared_intermediate_size if spec.moe else 0,
+        2 * spec.moe.top_k * (spec.hidden_size + spec.moe.intermediate_size) if spec.moe else 0,
+    ]
+    return 4 * tokens * (max(scores, *widths) + 4 * spec.hidden_size)
 
 
 def _gib(nbytes: int) -> str:

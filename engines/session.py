@@ -112,9 +112,11 @@ class Session(Protocol):
         ...
 
 
-def check_batch(batch: StepBatch, *, slots: int, context: int, pending: int) -> None:
+def check_batch(batch: StepBatch, *, slots: int, context: int, pending: int, vocabulary: int) -> None:
     """Raise ValueError if a batch would make a graph read or write outside its buffers."""
-    rows = batch.input_ids.shape[0]
+    rows, steps = batch.input_ids.shape
+    if rows == 0 or steps == 0:
+        raise ValueError("a step needs at least one row and one column")
     for name in ("lengths", "past", "accepted", "slots"):
         if getattr(batch, name).shape != (rows,):
             raise ValueError(f"{name} has shape {getattr(batch, name).shape}, expected ({rows},)")
@@ -124,10 +126,14 @@ def check_batch(batch: StepBatch, *, slots: int, context: int, pending: int) -> 
         raise ValueError(f"rows share a state slot: {used.tolist()}")
     if (batch.slots < 0).any() or (batch.slots >= slots).any():
         raise ValueError(f"slots {batch.slots.tolist()} are not all within 0..{slots - 1}")
-    if (batch.lengths < 0).any() or (batch.lengths > batch.input_ids.shape[1]).any():
-        raise ValueError(f"lengths {batch.lengths.tolist()} are not all within 0..{batch.input_ids.shape[1]}")
-    if ((batch.past + batch.lengths)[active] > context).any():
-        raise ValueError(f"a row grows past the context of {context} positions")
-    accepted = batch.accepted[active]
-    if (accepted < 0).any() or (accepted > pending).any() or (accepted > batch.past[active]).any():
+    if (batch.lengths < 0).any() or (batch.lengths > steps).any():
+        raise ValueError(f"lengths {batch.lengths.tolist()} are not all within 0..{steps}")
+    if (batch.past < 0).any() or (batch.past + batch.lengths > context).any():
+        raise ValueError(f"a row's past is negative, or it grows past the context of {context} positions")
+    accepted = batch.accepted
+    if (accepted < 0).any() or (accepted > pending).any() or (accepted > batch.past).any():
         raise ValueError(f"accepted {accepted.tolist()} exceeds the {pending} pending tokens or the past")
+    if (batch.input_ids < 0).any() or (batch.input_ids >= vocabulary).any():
+        raise ValueError(f"token ids are not all within 0..{vocabulary - 1}")
+    if (batch.logit_rows < 0).any() or (batch.logit_rows >= rows * steps).any():
+        raise ValueError(f"logit_rows {batch.logit_rows.tolist()} are not all within 0..{rows * steps - 1}")

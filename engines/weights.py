@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 
 from nemo_build.bundle import Progress
+from nemo_build.errors import BundleError
 from nemo_build.export.graph import DTYPES
 
 ALIGNMENT = 64
@@ -61,26 +62,31 @@ def lay_out(models: Iterable[onnx.ModelProto]) -> list[PackedWeight]:
     for model in models:
         for tensor in model.graph.initializer:
             entries = external_entries(tensor)
-            if not entries or tensor.name in placed:
+            if not entries:
+                continue
+            source, start, length = entries["location"], int(entries["offset"]), int(entries["length"])
+            known = placed.get(tensor.name)
+            if known is not None:
+                if (known.source, known.source_offset, known.nbytes) != (source, start, length):
+                    raise ValueError(f"{tensor.name} is two different weights in the graphs of one engine")
                 continue
             offset = -(-offset // ALIGNMENT) * ALIGNMENT
+            dtype = _DTYPE_NAMES[tensor.data_type]
             placed[tensor.name] = PackedWeight(
-                tensor.name,
-                _DTYPE_NAMES[tensor.data_type],
-                tuple(tensor.dims),
-                entries["location"],
-                int(entries["offset"]),
-                offset,
-                int(entries["length"]),
+                tensor.name, dtype, tuple(tensor.dims), source, start, offset, length
             )
-            offset += int(entries["length"])
+            offset += length
     return list(placed.values())
 
 
 def write_packed(
     weights: Iterable[PackedWeight], folder: Path, out: Path, progress: Progress | None = None
 ) -> str:
-    """Copy the weights from `folder` to the packed file; returns its sha256. Memory: one chunk."""
+    """Copy the weights from `folder` to the packed file; returns its sha256. Memory: one chunk.
+
+    Raises:
+        BundleError: A file has become shorter.
+    """
     digest = hashlib.sha256()
     position = 0
     with open(out, "wb") as target:
@@ -94,7 +100,9 @@ def write_packed(
                 while left:
                     chunk = source.read(min(left, _CHUNK))
                     if not chunk:
-                        raise EOFError(f"{folder / weight.source} ends within {weight.name}")
+                        raise BundleError(
+                            f"{folder / weight.source} ends within {weight.name}.", hint="Export it again."
+                        )
                     target.write(chunk)
                     digest.update(chunk)
                     left -= len(chunk)

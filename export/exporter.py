@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import nemo_build
 from nemo_build.bundle import (
     MODEL_BUNDLE,
-    Progress,
-    copy_text_files,
+    copy_files,
     publish,
+    require_output,
     sha256_file,
+    text_files,
     write_manifest,
 )
 from nemo_build.errors import UserError
@@ -36,8 +36,6 @@ WeightsMode = Literal["auto", "link", "reference"]
 
 WEIGHTS_FOLDER = "weights"
 
-_NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES}
-
 
 @dataclass(frozen=True)
 class ExportResult:
@@ -49,6 +47,7 @@ class ExportResult:
         ledger: Every tensor, accounted for.
         weights: ``link`` or ``reference``.
         graphs: Node count by graph.
+        unused: Names of safetensors files beside the checkpoint's that do not belong to it.
     """
 
     out: Path
@@ -56,6 +55,7 @@ class ExportResult:
     ledger: Ledger
     weights: str
     graphs: Mapping[str, int]
+    unused: tuple[str, ...]
 
 
 def export_bundle(
@@ -64,7 +64,6 @@ def export_bundle(
     *,
     weights: WeightsMode = "auto",
     force: bool = False,
-    progress: Progress | None = None,
 ) -> ExportResult:
     """Turn a Hugging Face checkpoint into a model bundle.
 
@@ -74,25 +73,23 @@ def export_bundle(
         weights: How the graphs' external data reach the checkpoint's bytes. ``link`` makes hard links to the
             shards inside the bundle; any ONNX Runtime opens such a bundle. ``reference`` only notes the
             shards' directory, which a session must be told. ``auto`` links where the file system allows it.
-        force: Replace `out`.
-        progress: Called with 1 after each graph.
+        force: Replace `out` if it is a bundle.
 
     Raises:
         ConfigError: The configuration cannot be honoured.
         CheckpointError: Tensors are missing, unexpected or wrong.
         UserError: `out` exists or cannot be written, or the shards cannot be linked or referenced.
     """
+    require_output(out, force=force, source=source)
     spec = load_spec(source)
     checkpoint = Checkpoint.open(source)
     ledger = reconcile(checkpoint, expected_tensors(spec))
-    with publish(out, force=force) as directory:
+    with publish(out) as directory:
         mode, folder, locate = _place_weights(checkpoint, directory, out, weights)
         graphs = {}
         for name, module in models().items():
             if module.applies(spec):
                 graphs[name] = _write_graph(directory, name, module, spec, checkpoint, locate)
-                if progress:
-                    progress(1)
         manifest = {
             "nemo_build": nemo_build.__version__,
             "opsets": {"ai.onnx": STANDARD_OPSET, DOMAIN: OPSET_VERSION},
@@ -111,10 +108,11 @@ def export_bundle(
             },
             "spec": spec.to_json(),
             "graphs": graphs,
-            "files": copy_text_files(source, directory),
+            "files": copy_files(source, directory, text_files(source)),
         }
         write_manifest(directory, MODEL_BUNDLE, manifest)
-    return ExportResult(out, spec, ledger, mode, {name: g["nodes"] for name, g in graphs.items()})
+    nodes = {name: g["nodes"] for name, g in graphs.items()}
+    return ExportResult(out, spec, ledger, mode, nodes, checkpoint.unused)
 
 
 def _write_graph(
@@ -187,8 +185,6 @@ def _place_weights(
                 os.link(shard.path_real, directory / WEIGHTS_FOLDER / name)
             return "link", None, lambda info: f"{WEIGHTS_FOLDER}/{info.file}"
         except OSError as error:
-            if error.errno not in _NO_LINK:
-                raise
             if wanted == "link":
                 raise UserError(
                     f"Cannot hard-link the checkpoint's shards into {out}: {error.strerror}.",

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,25 +33,52 @@ TEXT_FILES = (
 )
 """Files that travel from the checkpoint through every bundle, where they exist."""
 
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of named chat templates beside the default one."""
+
+_REQUIRED = {
+    MODEL_BUNDLE: ("checkpoint", "weights", "spec", "graphs", "files"),
+    ENGINE_BUNDLE: ("target", "backend", "options", "spec", "graphs", "plan", "files", "sizes", "weights"),
+}
+
 _CHUNK = 1 << 22
 
 Progress = Callable[[int], None]
 """Called with the number of bytes (or steps) just done."""
 
 
-@contextmanager
-def publish(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """A temporary directory beside `out` that takes its name when the block ends without an exception.
+def require_output(out: Path, *, force: bool, source: Path) -> None:
+    """Check, before long work, that `out` may be written.
 
     Args:
         out: The directory to write.
-        force: Replace `out` if it exists.
+        force: Whether `out` may be replaced. Only an empty directory or a bundle ever is.
+        source: The input, which must not be replaced.
 
     Raises:
-        UserError: `out` exists and `force` is false, or its parent cannot be written.
+        UserError: `out` exists and may not be replaced, or is or holds the input.
     """
-    if out.exists() and not force:
+    resolved, origin = out.resolve(), source.resolve()
+    if resolved == origin or resolved in origin.parents:
+        raise UserError(f"{out} is, or holds, the input {source}; it cannot be the output.")
+    if not (out.exists() or out.is_symlink()):
+        return
+    if not force:
         raise UserError(f"{out} exists already.", hint="Remove it, choose another name, or pass --force.")
+    ours = any((out / name).is_file() for name in (MODEL_BUNDLE, ENGINE_BUNDLE))
+    if out.is_symlink() or not out.is_dir() or not (ours or not any(out.iterdir())):
+        raise UserError(f"{out} is neither a bundle nor an empty directory; --force does not replace it.")
+
+
+@contextmanager
+def publish(out: Path) -> Iterator[Path]:
+    """A temporary directory beside `out` that takes its name when the block ends without an exception.
+
+    A directory of that name is replaced; :func:`require_output` guards what a user may replace.
+
+    Raises:
+        UserError: The parent of `out` cannot be written.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
@@ -61,15 +88,27 @@ def publish(out: Path, *, force: bool = False) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o777 & ~_umask())
         if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
-            out.rename(old / out.name)
-            temporary.rename(out)
-            shutil.rmtree(old)
+            _swap(temporary, out)
         else:
             temporary.rename(out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _swap(new: Path, out: Path) -> None:
+    """Put `new` in the place of `out`; if that fails, `out` stays."""
+    holder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
+    old = holder / "replaced"
+    try:
+        out.rename(old)
+        new.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    finally:
+        shutil.rmtree(holder, ignore_errors=True)
 
 
 def write_manifest(directory: Path, name: str, content: dict[str, Any]) -> None:
@@ -89,26 +128,34 @@ def read_manifest(directory: Path, name: str) -> dict[str, Any]:
     maker = "nemo-build build" if name == ENGINE_BUNDLE else "nemo-build export"
     if not path.is_file():
         raise BundleError(f"{directory} is not {what}: it has no {name}.", hint=f"Make one with `{maker}`.")
+    hint = f"Make it again with `{maker}`."
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found = data["format_version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise BundleError(f"{path} is damaged: {error!r}.", hint=f"Make it again with `{maker}`.") from error
+        raise BundleError(f"{path} is damaged: {error!r}.", hint=hint) from error
     if found != FORMAT_VERSION:
-        raise BundleError(
-            f"{path} has format version {found}; this nemo-build reads version {FORMAT_VERSION}.",
-            hint=f"Make it again with `{maker}`.",
-        )
-    return data  # type: ignore[no-any-return]
+        versions = f"format version {found}; this nemo-build reads version {FORMAT_VERSION}"
+        raise BundleError(f"{path} has {versions}.", hint=hint)
+    missing = [key for key in _REQUIRED[name] if key not in data]
+    if missing:
+        raise BundleError(f"{path} is damaged: it has no {', '.join(missing)}.", hint=hint)
+    return data
 
 
-def copy_text_files(source: Path, destination: Path) -> dict[str, str]:
-    """Copy the tokenizer, template and configuration files; returns name -> sha256 of those that exist."""
+def text_files(directory: Path) -> list[str]:
+    """Those of :data:`TEXT_FILES` that are there, and further chat templates."""
+    found = [name for name in TEXT_FILES if (directory / name).is_file()]
+    return found + sorted(str(p.relative_to(directory)) for p in directory.glob(f"{MORE_TEMPLATES}/*.jinja"))
+
+
+def copy_files(source: Path, destination: Path, names: Iterable[str]) -> dict[str, str]:
+    """Copy files; returns name -> sha256."""
     digests = {}
-    for name in TEXT_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
-            digests[name] = sha256_file(destination / name)
+    for name in names:
+        (destination / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, destination / name)
+        digests[name] = sha256_file(destination / name)
     return digests
 
 

@@ -17,12 +17,16 @@ from nemo_build.errors import UserError
 
 
 def cache_directory() -> Path:
-    """Directory of the build cache; it may not exist yet."""
+    """Directory of the build cache; it may not exist yet. Raises UserError if there is no home directory."""
     explicit = os.environ.get("NEMO_BUILD_CACHE")
     if explicit:
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "nemo-build"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "nemo-build"
+    except RuntimeError as error:
+        hint = "Set NEMO_BUILD_CACHE to a directory for the build cache."
+        raise UserError("There is no home directory for the build cache.", hint=hint) from error
 
 
 def threads() -> int:
@@ -30,6 +34,6 @@ def threads() -> int:
     value = os.environ.get("NEMO_BUILD_THREADS")
     if value is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not value.isdigit() or int(value) == 0:
+    if not value.isdecimal() or int(value) == 0:
         raise UserError(f"NEMO_BUILD_THREADS is {value!r}; it must be a positive whole number.")
     return int(value)

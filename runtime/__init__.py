@@ -8,7 +8,7 @@ print(engine.generate("The list type", SamplingParams(max_tokens=50, temperature
 """
 
 from nemo_build.runtime.engine import Chunk, Completion, Engine
-from nemo_build.runtime.sampling import SamplingParams
+from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.stopping import FinishReason
 
 __all__ = ["Chunk", "Completion", "Engine", "FinishReason", "SamplingParams"]

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import numbers
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_build.bundle import ENGINE_BUNDLE, check_files, read_manifest
-from nemo_build.engines.plan import host_memory, plan_memory
+from nemo_build.engines.backends import open_session
+from nemo_build.engines.plan import PREFILL_CHUNK, host_memory, plan_memory
 from nemo_build.engines.session import Session
 from nemo_build.errors import BundleError, RequestError
 from nemo_build.runtime.batch import Batch, RunningSequence
-from nemo_build.runtime.sampling import SamplingParams
+from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.stopping import FinishReason
 from nemo_build.runtime.tokenizer import Tokenizer
 from nemo_build.settings import threads as default_threads
@@ -36,13 +39,17 @@ class Completion:
         text: The generated text.
         token_ids: The generated tokens, the end token included.
         finish_reason: Why it ended.
+        matched: The stop string, or the id of the end token, that ended it.
         prompt_tokens: Length of the prompt.
+        seed: The seed of its random numbers, chosen by the engine if the request had none.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    matched: str | int | None
     prompt_tokens: int
+    seed: int = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -54,16 +61,21 @@ class Chunk:
         text: New text, possibly empty while a character or a stop string is incomplete.
         token_id: The token it came from.
         finish_reason: Set on the last chunk.
+        matched: On the last chunk: the stop string, or the id of the end token, that ended it.
     """
 
     index: int
     text: str
     token_id: int
     finish_reason: FinishReason | None = None
+    matched: str | int | None = None
 
 
 class Engine:
     """An engine bundle, ready to generate. Make one with :meth:`load`.
+
+    Calls of :meth:`generate` and :meth:`stream` may overlap, from several threads too: they share the engine's
+    slots, and each gets what it would get alone.
 
     Attributes:
         directory: The bundle.
@@ -77,6 +89,8 @@ class Engine:
         self.spec = spec
         self.tokenizer = tokenizer
         self.session = session
+        self._batch = Batch(session)
+        self._lock = threading.Lock()
 
     @classmethod
     def load(
@@ -100,29 +114,25 @@ class Engine:
             PlanError: It does not fit this machine's memory.
             RequestError: A size is out of range.
         """
+        if threads is not None and threads < 1:
+            raise RequestError(f"threads is {threads}; it must be at least 1.")
         directory = Path(directory)
         manifest = read_manifest(directory, ENGINE_BUNDLE)
         _check_engine(directory, manifest)
         slots, context = _sizes(manifest["options"], max_sequences, max_context)
-        target = manifest["graphs"]["target"]
+        spec = ModelSpec.from_json(manifest["spec"])
+        tokenizer = Tokenizer.load(directory)
         plan_memory(
-            [StateSpec.from_json(s) for s in target["state"]],
+            spec,
+            [StateSpec.from_json(s) for s in manifest["graphs"]["target"]["state"]],
             slots=slots,
             context=context,
-            pending=0,
             weights_file=manifest["plan"]["weights_file"],
             weights_memory=manifest["plan"]["weights_memory"],
         ).require(host_memory(), "this machine")
-
-        from nemo_build.engines.ort import OrtSession
-
-        session = OrtSession(
-            directory / target["file"],
-            slots=slots,
-            context=context,
-            threads=default_threads() if threads is None else threads,
-        )
-        return cls(directory, ModelSpec.from_json(manifest["spec"]), Tokenizer.load(directory), session)
+        threads = default_threads() if threads is None else threads
+        session = open_session(directory, manifest, "target", slots=slots, context=context, threads=threads)
+        return cls(directory, spec, tokenizer, session)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -132,6 +142,12 @@ class Engine:
         return ChatTemplate.load(self.directory)
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: the checkpoint's, or else the tokenizer's."""
+        fallback = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        return self.spec.generation.eos_token_ids or fallback
+
+    @property
     def default_params(self) -> SamplingParams:
         """The checkpoint's own sampling defaults (``generation_config.json``)."""
         wanted = {name: getattr(self.spec.generation, name) for name in ("temperature", "top_p", "top_k")}
@@ -139,8 +155,11 @@ class Engine:
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, **kwargs: Any
-    ) -> str:
-        """The text of a conversation, up to where the assistant answers.
+    ) -> list[int]:
+        """The tokens of a conversation, up to where the assistant answers.
+
+        The template writes all control tokens itself; none is added. Names of control tokens in a message become
+        those tokens, as in transformers.
 
         Args:
             messages: OpenAI-style messages.
@@ -151,14 +170,14 @@ class Engine:
             BundleError: The engine has no template.
             RequestError: The template refuses the messages.
         """
-        return self.template.render(messages, tools=tools, **kwargs)
+        return self.tokenizer.encode(self.template.render(messages, tools=tools, **kwargs))
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        prefill_chunk: int = 256,
+        prefill_chunk: int = PREFILL_CHUNK,
         skip_special_tokens: bool = True,
     ) -> list[Completion]:
         """Complete prompts, as many at a time as the engine has slots.
@@ -174,17 +193,25 @@ class Engine:
 
         Raises:
             RequestError: A prompt is empty or too long, or token ids are out of range; all are named.
+            BundleError: The engine computes logits that are not finite.
         """
-        sequences = self._sequences(prompts, params, skip_special_tokens)
+        sequences = self._sequences(prompts, params, prefill_chunk, skip_special_tokens)
         texts: list[list[str]] = [[] for _ in sequences]
-        reasons: list[FinishReason] = [FinishReason.CANCELLED] * len(sequences)
-        for chunk in self._run(sequences, prefill_chunk):
+        ends: dict[int, Chunk] = {}
+        for chunk in self._run(sequences):
             texts[chunk.index].append(chunk.text)
             if chunk.finish_reason is not None:
-                reasons[chunk.index] = chunk.finish_reason
+                ends[chunk.index] = chunk
         return [
-            Completion("".join(text), tuple(s.output), reason, s.prompt_tokens)
-            for s, text, reason in zip(sequences, texts, reasons, strict=True)
+            Completion(
+                "".join(texts[i]),
+                tuple(s.output),
+                ends[i].finish_reason or FinishReason.CANCELLED,
+                ends[i].matched,
+                s.prompt_tokens,
+                s.seed,
+            )
+            for i, s in enumerate(sequences)
         ]
 
     def stream(
@@ -192,25 +219,41 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        prefill_chunk: int = 256,
+        prefill_chunk: int = PREFILL_CHUNK,
         skip_special_tokens: bool = True,
     ) -> Iterator[Chunk]:
         """Like :meth:`generate`, but yields every token as it comes. Closing the iterator cancels."""
-        return self._run(self._sequences(prompts, params, skip_special_tokens), prefill_chunk)
+        return self._run(self._sequences(prompts, params, prefill_chunk, skip_special_tokens))
 
-    def _run(self, sequences: Sequence[RunningSequence], prefill_chunk: int) -> Iterator[Chunk]:
-        batch = Batch(self.session, prefill_chunk=prefill_chunk)
-        index = {id(s): i for i, s in enumerate(sequences)}
-        for sequence in sequences:
-            batch.add(sequence)
-        while batch.unfinished:
-            for sequence, text in batch.step():
-                yield Chunk(index[id(sequence)], text.emit, sequence.tokens[-1], text.finish_reason)
+    def _run(self, sequences: Sequence[RunningSequence]) -> Iterator[Chunk]:
+        """Step the shared batch until these sequences have ended; other callers' tokens wait in theirs."""
+        with self._lock:
+            for sequence in sequences:
+                self._batch.add(sequence)
+        try:
+            while True:
+                for i, sequence in enumerate(sequences):
+                    while sequence.events:
+                        token, text = sequence.events.popleft()
+                        yield Chunk(i, text.emit, token, text.finish_reason, text.matched)
+                    if sequence.error is not None:
+                        hint = "Check the engine with `nemo-build inspect --verify`, or build it again."
+                        raise BundleError(f"The engine fails: {sequence.error}", hint=hint)
+                if all(s.finished and not s.events for s in sequences):
+                    return
+                with self._lock:
+                    if not any(s.events for s in sequences) and self._batch.unfinished:
+                        self._batch.step()
+        finally:
+            with self._lock:
+                for sequence in sequences:
+                    self._batch.cancel(sequence)
 
     def _sequences(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        prefill_chunk: int,
         skip_special_tokens: bool,
     ) -> list[RunningSequence]:
         token_lists = [self._tokens(p) for p in _as_list(prompts)]
@@ -226,9 +269,10 @@ class Engine:
             RunningSequence(
                 tokens,
                 p,
-                eos_ids=self.spec.generation.eos_token_ids,
+                eos_ids=self.eos_ids,
                 table=self.tokenizer,
                 context=self.session.context,
+                prefill_chunk=prefill_chunk,
                 skip_special_tokens=skip_special_tokens,
             )
             for tokens, p in zip(token_lists, each, strict=True)
@@ -258,7 +302,7 @@ class Engine:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

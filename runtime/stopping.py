@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_build.runtime.detokenizer import IncrementalDetokenizer
-from nemo_build.runtime.sampling import SamplingParams
+from nemo_build.runtime.params import SamplingParams
 
 __all__ = ["FinishReason", "StepText", "StopChecker", "StopState"]
 

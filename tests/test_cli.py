@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -27,7 +26,8 @@ def run(*arguments: object, **kwargs):
 
 def shell(*arguments: object, **kwargs) -> subprocess.CompletedProcess[str]:
     """Run as a user would, in a process of its own."""
-    command = [sys.executable, "-c", "from nemo_build.cli import main; main()", *map(str, arguments)]
+    words = [a if isinstance(a, bytes) else str(a) for a in arguments]
+    command = [sys.executable, "-c", "from nemo_build.cli import main; main()", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, **kwargs)
 
 
@@ -106,6 +106,9 @@ def test_chat(demo_engine_directory):
     assert "> And a tuple?" in text
     assert "never read" not in text
     assert "<|im_end|>" not in text
+    long = run("chat", demo_engine_directory, *options, input="word " * 3000 + "\nHello?\n")
+    assert "prompt 0 has" in long.stderr
+    assert "> Hello?" in long.stdout
 
 
 def test_demo(tmp_path):
@@ -124,16 +127,48 @@ def test_demo(tmp_path):
         (["inspect", "/nowhere"], "neither a checkpoint"),
         (["generate", "ENGINE", "x", "--temperature", "-1"], "temperature"),
         (["generate", "ENGINE", ""], "prompt 0 has no tokens"),
+        (["generate", "ENGINE", b"\xff"], "not UTF-8"),
+        (["export", "/nowhere", "-o", "OUT/" + "x" * 300], "/nowhere"),
     ],
 )
 def test_mistakes_get_one_clear_message(arguments, words, demo_engine_directory, tmp_path):
     places = {"OUT": str(tmp_path / "out"), "ENGINE": str(demo_engine_directory)}
-    done = shell(*(places.get(a, a) for a in arguments))
+    done = shell(*(places.get(a, a) if isinstance(a, str) else a for a in arguments))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_standard_input_that_is_not_text(demo_engine_directory):
+    command = [
+        sys.executable,
+        "-c",
+        "from nemo_build.cli import main; main()",
+        "generate",
+        demo_engine_directory,
+    ]
+    done = subprocess.run(command, input=b"\xff", capture_output=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: standard input is not UTF-8")
+
+
+def test_system_errors_name_the_file(tiny_checkpoint, tmp_path):
+    """What the operating system refuses is told in one line, with the file."""
+    (tmp_path / "file").write_text("")
+    done = shell("export", tiny_checkpoint, "-o", tmp_path / "file" / "out")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert str(tmp_path / "file") in done.stderr
+    done = shell("export", tiny_checkpoint, "-o", tmp_path / ("x" * 300))
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    done = shell("inspect", tmp_path / ("x" * 300))
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+
+
+@pytest.mark.parametrize("options", [["--memory", "nan"], ["--memory", "-1"], ["--max-context", "x"]])
+def test_wrong_numbers(tiny_bundle, tmp_path, options):
+    assert shell("build", tiny_bundle, "-o", tmp_path / "engine", *options).returncode == 2
 
 
 def test_wrong_usage_exits_with_2():
@@ -171,7 +206,5 @@ main(["build", {str(tiny_bundle)!r}, "-o", {str(tmp_path / "engine")!r}])
     assert process.returncode == (143 if number == signal.SIGTERM else 130)
     assert "Traceback" not in errors
     assert [p.name for p in tmp_path.iterdir()] == ["cache"]
-    left: list[Path] = [
-        p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != "digests.json"
-    ]
-    assert left == []
+    left = {p.suffix for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != "digests.json"}
+    assert left == {".lock"}

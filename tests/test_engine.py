@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import NemotronHForCausalLM
 
 from nemo_build.demo import CHECKPOINT
+from nemo_build.engines.ort import OrtSession
 from nemo_build.errors import BundleError, RequestError
 from nemo_build.runtime import Engine, FinishReason, SamplingParams
+from nemo_build.runtime.tokenizer import Tokenizer
 
-from .tiny import fix_time_step_clamp
+from .tiny import feed, fix_time_step_clamp, reference_logits
 
 PROMPTS = ["The :mod:`json` module", "def main():\n    ", "import", "Lists are " * 40, "é漢🎈 ", "class A:\n"]
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -25,14 +30,19 @@ def engine(demo_engine_directory) -> Engine:
     return Engine.load(demo_engine_directory)
 
 
-def test_greedy_equals_transformers(engine):
-    """Token for token, for every prompt."""
+@pytest.fixture(scope="module")
+def reference() -> NemotronHForCausalLM:
     model = NemotronHForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     fix_time_step_clamp(model)
+    return model
+
+
+def test_greedy_equals_transformers(engine, reference):
+    """Token for token, for every prompt."""
     for prompt, got in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
         ids = torch.tensor([engine.tokenizer.encode(prompt)])
         with torch.no_grad():
-            want = model.generate(
+            want = reference.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -83,6 +93,56 @@ def test_abandoned_stream_harms_nobody(engine):
     assert engine.generate(PROMPTS[:2], GREEDY) == want
 
 
+def test_interleaved_streams_share_the_engine(engine):
+    """Streams that are read in turns, and a call in between, get what each gets alone."""
+    want = engine.generate(PROMPTS, GREEDY)
+    streams = [engine.stream(p, GREEDY) for p in PROMPTS]
+    texts = [""] * len(streams)
+    for turn in range(40):
+        for i, stream in enumerate(streams):
+            texts[i] += next(stream).text
+        if turn == 5:
+            assert engine.generate(PROMPTS[1], GREEDY) == want[1:2]
+    assert texts == [w.text for w in want]
+    assert all(next(stream, None) is None for stream in streams)
+
+
+def test_threads_share_the_engine(engine):
+    want = engine.generate(PROMPTS, GREEDY)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        got = list(pool.map(lambda p: engine.generate(p, GREEDY)[0], PROMPTS * 2))
+    assert got == want * 2
+
+
+def test_numpy_tokens_are_a_prompt(engine):
+    ids = engine.tokenizer.encode(PROMPTS[0])
+    assert engine.generate(np.array(ids), GREEDY) == engine.generate(PROMPTS[0], GREEDY)
+
+
+def test_broken_logits_end_only_their_sequence(engine):
+    """An engine that computes NaN says so, and stays usable."""
+    want = engine.generate(PROMPTS[0], GREEDY)
+    step = engine.session.step
+
+    def broken(batch):
+        out = step(batch)
+        out.logits[:1] = np.nan
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.session, "step", broken)
+        with pytest.raises(BundleError, match=r"inspect --verify"):
+            engine.generate(PROMPTS[0], GREEDY)
+    assert engine.generate(PROMPTS[0], GREEDY) == want
+
+
+def test_pending_tokens_change_nothing(demo_engine_directory, engine):
+    """A session that leaves tokens uncommitted, as speculation needs, generates the same."""
+    session = OrtSession(demo_engine_directory / "target.onnx", slots=2, context=512, pending=5)
+    pending = Engine(engine.directory, engine.spec, engine.tokenizer, session)
+    assert pending.generate(PROMPTS, GREEDY) == engine.generate(PROMPTS, GREEDY)
+
+
 def test_seed_decides(engine):
     def sampled(seed):
         return engine.generate(PROMPTS[0], SamplingParams(max_tokens=30, seed=seed, ignore_eos=True))[
@@ -111,6 +171,7 @@ def test_every_end_token_ends(engine):
         assert got.token_ids[-1] == eos
         assert len(got.token_ids) == 4
         assert got.finish_reason is FinishReason.STOP
+        assert got.matched == eos
 
 
 def test_context_is_a_limit(engine):
@@ -138,11 +199,13 @@ def test_wrong_prompts_are_all_named(engine):
 
 
 def test_chat_prompt(engine):
-    text = engine.chat_prompt([{"role": "user", "content": "Hi"}], enable_thinking=False)
-    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think></think>")
-    assert engine.chat_prompt([{"role": "user", "content": "Hi"}]).endswith(
-        "<|im_start|>assistant\n<think>\n"
-    )
+    def text(**kwargs):
+        ids = engine.chat_prompt([{"role": "user", "content": "Hi"}], **kwargs)
+        return engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+    end = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert text(enable_thinking=False).endswith(end + "</think>")
+    assert text().endswith(end + "\n")
     with pytest.raises(RequestError):
         engine.chat_prompt([{"role": 1}])
 
@@ -153,6 +216,38 @@ def test_smaller_sizes_at_load(demo_engine_directory, engine):
     with pytest.raises(RequestError) as caught:
         Engine.load(demo_engine_directory, max_sequences=9, max_context=0)
     assert len(caught.value.problems) == 2
+    with pytest.raises(RequestError, match="threads"):
+        Engine.load(demo_engine_directory, threads=0)
+
+
+def test_engine_of_an_unknown_backend(demo_engine_directory, tmp_path):
+    shutil.copytree(demo_engine_directory, tmp_path / "engine")
+    path = tmp_path / "engine" / "engine.json"
+    manifest = json.loads(path.read_text())
+    manifest["backend"]["name"] = "abacus"
+    path.chmod(0o644)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match="abacus"):
+        Engine.load(tmp_path / "engine")
+
+
+@pytest.mark.parametrize("chunk", [1, 127, 128, 129, 300])
+def test_logits_of_the_demo_checkpoint(demo_engine_directory, reference, chunk):
+    """Chunks of every size, beside a second sequence that decodes: logits within 1e-4 of transformers."""
+    tokenizer = Tokenizer.load(demo_engine_directory)
+    text = (CHECKPOINT / "README.md").read_text(encoding="utf-8") * 2
+    tokens, other = tokenizer.encode(text)[: 60 if chunk == 1 else 310], tokenizer.encode(text[::-1])[:40]
+    session = OrtSession(demo_engine_directory / "target.onnx", slots=2, context=512)
+    past: dict[int, int] = {}
+    got: dict[int, list] = {0: [], 1: []}
+    starts = range(0, len(tokens), chunk)
+    for turn, start in enumerate(starts):
+        rows = {1: tokens[start : start + chunk], 0: other[turn : turn + 1]}
+        for slot, logits in feed(session, {s: r for s, r in rows.items() if r}, past).items():
+            got[slot].append(logits)
+    for slot, sequence in ((1, tokens), (0, other[: len(starts)])):
+        want = reference_logits(reference, sequence)
+        np.testing.assert_allclose(np.concatenate(got[slot]), want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "target.onnx", "tokenizer.json", "engine.json"])

@@ -140,7 +140,7 @@ def test_interrupted_export_leaves_nothing(tiny_checkpoint, tmp_path, monkeypatc
     def interrupt(*_):
         raise interruption
 
-    monkeypatch.setattr(exporter, "copy_text_files", interrupt)
+    monkeypatch.setattr(exporter, "copy_files", interrupt)
     with pytest.raises(interruption):
         export_bundle(tiny_checkpoint, tmp_path / "out")
     assert contents(tmp_path) == []
@@ -148,14 +148,56 @@ def test_interrupted_export_leaves_nothing(tiny_checkpoint, tmp_path, monkeypatc
 
 def test_existing_output_is_kept_unless_forced(tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "precious").write_text("mine")
+    export_bundle(tiny_checkpoint, out)
+    (out / "note").write_text("old")
     with pytest.raises(UserError, match="exists already"):
         export_bundle(tiny_checkpoint, out)
-    assert contents(out) == ["precious"]
+    assert "note" in contents(out)
     export_bundle(tiny_checkpoint, out, force=True)
-    assert "precious" not in contents(out)
+    assert "note" not in contents(out)
     assert contents(tmp_path) == ["out"]
+
+
+def test_force_replaces_nothing_but_bundles(tiny_checkpoint, tmp_path):
+    checkpoint, precious = tmp_path / "in" / "checkpoint", tmp_path / "precious"
+    shutil.copytree(tiny_checkpoint, checkpoint)
+    precious.mkdir()
+    (precious / "thesis").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(precious)
+    before = sorted(tmp_path.rglob("*"))
+    for out in (checkpoint, tmp_path / "in", precious, tmp_path / "file", tmp_path / "link"):
+        with pytest.raises(UserError, match=r"cannot be the output|does not replace it"):
+            export_bundle(checkpoint, out, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_swap_that_fails_restores_the_old_bundle(tiny_checkpoint, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    export_bundle(tiny_checkpoint, out)
+    (out / "note").write_text("old")
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.name.endswith(".partial"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        export_bundle(tiny_checkpoint, out, force=True)
+    assert "note" in contents(out)
+    assert contents(tmp_path) == ["out"]
+
+
+def test_stray_files_and_further_templates(tiny_checkpoint, tmp_path):
+    source = tmp_path / "checkpoint"
+    shutil.copytree(tiny_checkpoint, source)
+    shutil.copyfile(source / "model.safetensors", source / "adapter.safetensors")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    assert export_bundle(source, tmp_path / "bundle").unused == ("adapter.safetensors",)
+    assert (tmp_path / "bundle" / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
 
 
 def test_export_is_reproducible(tiny_checkpoint, tiny_bundle, tmp_path):

@@ -143,6 +143,64 @@ def test_mtp_module(tmp_path):
         np.testing.assert_allclose(out.hidden[0], want_hidden[start:end].numpy(), atol=TOLERANCE, rtol=0)
 
 
+def test_float16_checkpoint(tmp_path):
+    """An F16 checkpoint computed in float32 is the reference in float32 with the same weights."""
+    model = reference_model(dtype=torch.float16, **KINDS["hybrid"])
+    model.save_pretrained(tmp_path / "checkpoint")
+    session = open_exported(tmp_path / "checkpoint", tmp_path / "bundle")
+    tokens = tokens_of(50)
+    model.float()
+    np.testing.assert_allclose(
+        feed(session, {0: tokens}, {})[0], reference_logits(model, tokens), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_nan_of_another_sequence_stays_there(pair):
+    """Slots full of NaN, left behind or in a paused row, reach neither a new sequence nor a running one."""
+    model, session = pair
+    tokens = tokens_of(30, 11)
+    past: dict[int, int] = {}
+    first = feed(session, {0: tokens[:20]}, past)[0]
+    for name, buffer in session.state().items():
+        buffer[1:] = np.nan
+        if name.startswith(("key", "value")):
+            buffer[0, :, 20:] = np.nan
+    rows = {0: tokens[20:], 1: tokens[:7], 2: []}
+    got = feed(session, rows, {**past, 2: 12})
+    want = reference_logits(model, tokens)
+    np.testing.assert_allclose(np.concatenate([first, got[0]]), want, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(got[1], want[:7], atol=TOLERANCE, rtol=0)
+    for buffer in session.state().values():
+        buffer[:] = 0
+
+
+WRONG_STEPS = {
+    "slot out of range": {"slots": [9]},
+    "negative token": {"input_ids": [[-1, 2]]},
+    "token out of range": {"input_ids": [[1, 96]]},
+    "length beyond the columns": {"lengths": [3]},
+    "past the context": {"past": [511]},
+    "more accepted than pending": {"accepted": [1], "past": [4]},
+    "logit row out of range": {"logit_rows": [2]},
+    "wrong shape": {"past": [0, 0]},
+    "no rows": {
+        n: np.zeros((0, 2) if n == "input_ids" else 0) for n in ("input_ids", "lengths", "past", "slots")
+    },
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STEPS.values(), ids=WRONG_STEPS)
+def test_wrong_steps_are_refused(tiny_bundle, wrong):
+    session = OrtSession(tiny_bundle / "target.onnx", slots=4, context=512)
+    batch = StepBatch.of_rows([[1, 2]], past=[0], slots=[0])
+    wrong = {name: np.array(value, np.int64) for name, value in wrong.items()}
+    with pytest.raises(ValueError, match=r"\w"):
+        session.step(replace(batch, **wrong))
+    shared = StepBatch.of_rows([[1], [2]], past=[0, 0], slots=[3, 3])
+    with pytest.raises(ValueError, match="share a state slot"):
+        session.step(shared)
+
+
 @pytest.mark.parametrize("kind", ["hybrid", "latent-experts"])
 def test_bfloat16_checkpoint(tmp_path, kind):
     """A BF16 checkpoint computed in float32 agrees with the reference in bfloat16 as far as that goes.

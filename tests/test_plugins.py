@@ -127,7 +127,10 @@ def test_block_linear(rank):
     rng = np.random.default_rng(0)
     x = normal(rng, 2, 3, 5) if rank == 3 else normal(rng, 4, 5)
     w = normal(rng, 7, 5)
-    np.testing.assert_allclose(run_function("BlockLinear", [x, w], {})[0], x @ w.T, atol=1e-5)
+    lengths = [np.array([2, 3])] if rank == 3 else []
+    got = run_function("BlockLinear", [x, w, *lengths], {})[0]
+    np.testing.assert_allclose(got, plugins_by_name()["BlockLinear"].reference(x, w), atol=1e-5)
+    np.testing.assert_allclose(got, np.einsum("...k,nk->...n", x, w), atol=1e-5)
 
 
 def test_padding_never_touches_other_rows():
@@ -182,8 +185,35 @@ def test_padding_never_touches_other_rows():
     assert np.isfinite(attention[1][0, :, :7]).all()
 
 
+@pytest.mark.parametrize("before", [0, 7])
 @pytest.mark.parametrize("ring", [3, 5])
-def test_committing_part_of_a_step_equals_sequential_steps(ring):
+def test_convolution_commits_part_of_a_step(ring, before):
+    """After accepting k of n tokens, the next outputs equal those after k sequential steps, for every k."""
+    rng = np.random.default_rng(4)
+    channels, width, n = 5, 4, 3
+    batch = n + 1
+    slots, past, none = rng.permutation(batch), np.full(batch, before), np.zeros(batch, np.int64)
+    weights = [normal(rng, channels, 1, width), normal(rng, channels)]
+    tokens, probe = normal(rng, batch, n, channels), normal(rng, batch, 2, channels)
+    window = normal(rng, batch, width - 1, channels)  # a former sequence's where `before` is 0
+
+    def step(x, state, past, accepted):
+        full = np.full(batch, x.shape[1])
+        return run_function("CausalConv1d", [x, *weights, state, slots, past, accepted, full], {})
+
+    drafted = step(tokens, np.pad(window, ((0, 0), (0, ring), (0, 0))), past, none)[1]
+    accepted = np.arange(batch)
+    got = step(probe, drafted, past + accepted, accepted)[0]
+    for k in range(batch):
+        state = window
+        for t in range(k):
+            state = step(tokens[:, t : t + 1], state, past + t, none)[1]
+        np.testing.assert_allclose(got[k], step(probe, state, past + k, none)[0][k], atol=1e-5)
+
+
+@pytest.mark.parametrize("before", [0, 7])
+@pytest.mark.parametrize("ring", [3, 5])
+def test_committing_part_of_a_step_equals_sequential_steps(ring, before):
     """After accepting k of n tokens the state equals k sequential steps, for every k, rows mixed."""
     rng = np.random.default_rng(2)
     heads, head_dim, groups, width, n = 4, 3, 2, 5, 3
@@ -195,7 +225,9 @@ def test_committing_part_of_a_step_equals_sequential_steps(ring):
     probe = [normal(rng, batch, 1, a.shape[2]) for a in tokens]
     state = normal(rng, batch, heads, head_dim, width)
     empty = np.zeros((batch, ring, features), np.float32)
-    past, none = np.full(batch, 7), np.zeros(batch, np.int64)
+    past, none = np.full(batch, before), np.zeros(batch, np.int64)
+    if before == 0:
+        state[:] = 0
 
     def step(inputs, state, pending, past, accepted):
         full = np.full(batch, inputs[0].shape[1])

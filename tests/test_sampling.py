@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nemo_build.errors import RequestError
+from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.sampling import (
     NonFiniteLogitsError,
-    SamplingParams,
     TokenCounts,
     adjust_logits,
     draw,
@@ -457,18 +456,3 @@ def test_logprobs_are_those_of_a_softmax(logits: Row, data: st.DataObject) -> No
 
 def test_logprob_of_a_forbidden_token() -> None:
     assert logprobs([0.0, -np.inf], 1).logprob == -math.inf
-
-
-# --- speed -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", [1.0, 4.0])
-def test_speed_at_the_real_vocabulary(spread: float) -> None:
-    logits = (np.random.default_rng(0).normal(size=131072) * spread).astype(np.float32)
-    times = []
-    for position in range(50):
-        start = time.perf_counter()
-        pick(logits, position=position, top_p=0.95)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 3e-3

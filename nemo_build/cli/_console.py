@@ -6,15 +6,34 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
+
+from nemo_build.errors import UserError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 force_option = click.option("--force", is_flag=True, help="Replace the output if it exists.")
+
+
+def read_text(stream: IO[bytes], what: str) -> str:
+    """All of a binary stream as UTF-8 text. Raises UserError if it is not UTF-8."""
+    try:
+        return stream.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not UTF-8 text: byte {error.start} cannot be decoded.") from error
+
+
+def check_text(text: str, what: str) -> str:
+    """A command-line argument, if it is text. Raises UserError if the shell passed bytes that are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is not UTF-8 text.") from error
+    return text
 
 
 def print_json(value: object) -> None:

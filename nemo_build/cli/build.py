@@ -9,6 +9,8 @@ import click
 
 from nemo_build.cli._console import bars, force_option, json_option, print_json, size
 
+_MAX_MEMORY = 1e9
+
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
@@ -16,13 +18,6 @@ from nemo_build.cli._console import bars, force_option, json_option, print_json,
 @click.option("--target", default="cpu", show_default=True, help="The device to build for.")
 @click.option("--max-sequences", type=int, default=8, show_default=True, help="Sequences at a time.")
 @click.option("--max-context", type=int, help="Positions per sequence  [default: the model's, at most 8192]")
-@click.option(
-    "--max-pending",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Tokens per sequence that a step may leave uncommitted (draft length + 1).",
-)
 @click.option("--memory", type=float, help="GiB that the engine may use  [default: the machine's]")
 @click.option("--no-cache", is_flag=True, help="Neither take the engine from the build cache nor add it.")
 @force_option
@@ -33,7 +28,6 @@ def command(
     target: str,
     max_sequences: int,
     max_context: int | None,
-    max_pending: int,
     memory: float | None,
     no_cache: bool,
     force: bool,
@@ -45,9 +39,9 @@ def command(
     """
     from nemo_build.engines.build import BuildOptions, build_engine
 
-    options = BuildOptions(
-        max_sequences, max_context, max_pending, None if memory is None else int(memory * (1 << 30))
-    )
+    if memory is not None and not 0 < memory < _MAX_MEMORY:
+        raise click.BadParameter(f"{memory} is not a size in GiB", param_hint="--memory")
+    options = BuildOptions(max_sequences, max_context, None if memory is None else int(memory * (1 << 30)))
     with bars() as progress:
         result = build_engine(
             bundle, out, target, options, use_cache=not no_cache, force=force, progress=progress
@@ -60,5 +54,6 @@ def command(
     click.echo(
         f"memory {size(plan.total)}: weights {size(plan.weights_memory)} ({size(plan.weights_file)} on disk), "
         f"{plan.slots} sequences x (state {size(plan.state // plan.slots)} + "
-        f"cache {size(plan.cache // plan.slots)} for {plan.context} positions)"
+        f"cache {size(plan.cache // plan.slots)} for {plan.context} positions), "
+        f"activations {size(plan.activations)}"
     )

@@ -45,6 +45,7 @@ def command(
                 "parameters": ledger.parameters,
                 "bytes_by_dtype": ledger.bytes_by_dtype,
                 "graphs": dict(result.graphs),
+                "unused_files": list(result.unused),
             }
         )
         return
@@ -55,3 +56,5 @@ def command(
         f"{len(ledger.entries)} tensors, {count(ledger.parameters)} parameters, {size(ledger.nbytes)}; "
         f"weights by {how}"
     )
+    if result.unused:
+        click.echo(f"left out, not part of the checkpoint: {', '.join(result.unused)}")

@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from nemo_build.cli._console import json_option, print_json
+from nemo_build.cli._console import check_text, json_option, print_json, read_text
 from nemo_build.cli._sampling import sampling_options, sampling_params
 
 
 @click.command()
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.argument("prompts", nargs=-1)
-@click.option("--threads", type=int, help="CPU threads  [default: all]")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads  [default: all]")
 @sampling_options
 @json_option
 def command(
@@ -29,7 +29,10 @@ def command(
     """
     from nemo_build.runtime import Engine
 
-    texts = [sys.stdin.read() if p == "-" else p for p in prompts or ("-",)]
+    texts = [
+        read_text(sys.stdin.buffer, "standard input") if p == "-" else check_text(p, "the prompt")
+        for p in prompts or ("-",)
+    ]
     loaded = Engine.load(engine, threads=threads)
     params = sampling_params(loaded.default_params, options)
     start = time.perf_counter()
@@ -54,8 +57,9 @@ def command(
         return
     tokens = 0
     if len(texts) == 1:
+        stream = loaded.stream(texts[0], params)
         click.echo(texts[0], nl=False)
-        for chunk in loaded.stream(texts[0], params):
+        for chunk in stream:
             click.echo(chunk.text, nl=False)
             sys.stdout.flush()
             tokens += 1

@@ -22,6 +22,7 @@ def command(path: Path, verify: bool, as_json: bool) -> None:
     if verify:
         with bars() as progress:
             verify_weights(path, progress.start("reading weights", report.weight_bytes))
+        click.echo("the weights are what was built", err=True)
     if as_json:
         print_json(report.to_json())
         return
@@ -51,7 +52,8 @@ def command(path: Path, verify: bool, as_json: bool) -> None:
                 "computes in": report.engine["computed_as"],
                 "sizes": f"{plan['slots']} sequences of {plan['context']} positions",
                 "memory": f"{size(plan['total'])}: weights {size(plan['weights_memory'])}, "
-                f"state {size(plan['state'])}, cache {size(plan['cache'])}",
+                f"state {size(plan['state'])}, cache {size(plan['cache'])}, "
+                f"activations {size(plan['activations'])}",
             }
         )
     click.echo()
@@ -60,4 +62,4 @@ def command(path: Path, verify: bool, as_json: bool) -> None:
 
 
 def _fit_cells(context: int, sequences: int) -> tuple[str, str]:
-    return ("does not fit", "") if not context else (f"{context:,}", f"{sequences:,}")
+    return ("does not fit", "") if not context else (f"{context:,}", f"{sequences:,}" if sequences else "any")

@@ -75,7 +75,9 @@ def function(attributes: Mapping[str, Any], present: Collection[str]) -> str:
       key_cache_out = ScatterND (key_cache, write_at, k_on)
       value_cache_out = ScatterND (value_cache, write_at, v_on)
 
-      ends = Add (past, lengths)
+      all_ends = Add (past, lengths)
+      active = Greater (lengths, zero)
+      ends = Where (active, all_ends, zero)
       longest = ReduceMax <keepdims = 0> (ends, zero1)
       context0 = Max (longest, one)
       context = Unsqueeze (context0, zero1)

@@ -21,7 +21,6 @@ def function(attributes: Mapping[str, Any], present: Collection[str]) -> str:
       one = Constant <value_int = 1> ()
       axis0 = Constant <value_ints = [0]> ()
       axis1 = Constant <value_ints = [1]> ()
-      axes12 = Constant <value_ints = [1, 2]> ()
       last = Constant <value_ints = [-1]> ()
       zero_f = CastLike (zero, x)
 
@@ -38,8 +37,12 @@ def function(attributes: Mapping[str, Any], present: Collection[str]) -> str:
 
       old = Gather <axis = 0> (state, slots)
       is_new = Equal (past, accepted)
-      is_new3 = Unsqueeze (is_new, axes12)
-      kept = Where (is_new3, zero_f, old)
+      is_new2 = Unsqueeze (is_new, axis1)
+      row_range = Range (zero, rows0, one)
+      in_window = Less (row_range, keep)
+      is_blank = And (is_new2, in_window)
+      is_blank3 = Unsqueeze (is_blank, last)
+      kept = Where (is_blank3, zero_f, old)
       window_range = Range (zero, keep, one)
       accepted2 = Unsqueeze (accepted, axis1)
       window_at = Add (accepted2, window_range)
@@ -117,7 +120,9 @@ def reference(
         n, a = int(lengths[row]), int(accepted[row])
         if n == 0:
             continue
-        old = np.zeros_like(state[slot]) if past[row] == a else state[slot]
+        old = state[slot].copy()
+        if past[row] == a:
+            old[:keep] = 0
         window = old[a : a + keep]
         seq = np.concatenate([window, x[row, :n]])
         for t in range(n):

@@ -11,7 +11,7 @@ OP = Op(
         "A slot holds [window (W-1) | pending (K)]. A step first moves the window over the `accepted` pending "
         "inputs, then computes the new tokens. A row with at most K new tokens leaves them pending; a longer "
         "one commits them at once. A row whose `past` equals `accepted` starts a new sequence: the slot's "
-        "window counts as zero."
+        "window counts as zero, its pending inputs do not."
     ),
     types={"T": FLOATS, "W": FLOATS, "I": INDEX},
     inputs=(

@@ -35,9 +35,9 @@ def arguments() -> argparse.Namespace:
         default=Path(tempfile.gettempdir()) / "nemo-demo",
         help="folder for the log and the resumable state",
     )
-    parser.add_argument("--steps", type=int, default=4200, help="trunk steps")
+    parser.add_argument("--steps", type=int, default=4600, help="trunk steps")
     parser.add_argument(
-        "--decay-steps", type=int, default=1200, help="trunk steps with falling learning rate"
+        "--decay-steps", type=int, default=1400, help="trunk steps with falling learning rate"
     )
     parser.add_argument("--mtp-steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=8)
