@@ -221,7 +221,7 @@ def _plan(manifest: dict[str, Any], weights: Iterable[PackedWeight], settings: d
     weights = list(weights)
     spec = ModelSpec.from_json(manifest["spec"])
     table = {w.name: w for w in weights}["backbone.embeddings.weight"]
-    in_memory = sum(4 * math.prod(w.shape) for w in weights if w is not table) + table.nbytes
+    in_memory = sum(4 * w.elements for w in weights if w is not table) + table.nbytes
     if spec.tie_word_embeddings:
         in_memory += 4 * math.prod(table.shape)  # as the head it is a projection like the others
     states = [StateSpec.from_json(s) for g in manifest["graphs"].values() for s in g["state"]]

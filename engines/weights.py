@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,11 @@ class PackedWeight:
     source_offset: int
     offset: int
     nbytes: int
+
+    @property
+    def elements(self) -> int:
+        """Values it holds; a byte of packed NVFP4 holds two."""
+        return math.prod(self.shape) * (2 if self.dtype == "U8" else 1)
 
     def to_json(self) -> dict[str, Any]:
         """What the engine's manifest says of it."""

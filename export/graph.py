@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from nemo_build.errors import CheckpointError
 from nemo_build.export.checkpoint import TensorInfo
+from nemo_build.plugins.formats import INPUT_SCALE, format_of
 from nemo_build.plugins.registry import STANDARD_OPSET, plugins_by_name
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
 from nemo_build.state import StateSpec
@@ -23,6 +25,8 @@ DTYPES = {
     "BF16": ir.DataType.BFLOAT16,
     "F16": ir.DataType.FLOAT16,
     "F32": ir.DataType.FLOAT,
+    "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "U8": ir.DataType.UINT8,
 }
 """Safetensors dtypes that a graph can refer to."""
 
@@ -156,13 +160,64 @@ class GraphBuilder:
         return self._values[key]
 
     def linear(self, x: ir.Value, weight: str, lengths: ir.Value | None, *, bias: bool = False) -> ir.Value:
-        """``x @ W^T (+ b)`` with the checkpoint tensors ``{weight}.weight`` and ``{weight}.bias``."""
+        """``x @ W^T (+ b)`` with the checkpoint tensors below `weight`, in the format they are stored in."""
         name = weight.rsplit(".", 1)[-1]
-        inputs = [x, self.weight(f"{weight}.weight")] + ([lengths] if lengths is not None else [])
-        y = self.call("BlockLinear", inputs, name=name)[0]
+        kind, activation, parts = self._projection(weight)
+        scale = [self.weight(f"{weight}.{INPUT_SCALE}")] if activation != "none" else []
+        scales: list[ir.Value | None] = [*parts[1:], *[None] * (3 - len(parts)), *scale]
+        inputs = [x, parts[0], lengths, *scales]
+        while inputs[-1] is None:
+            inputs.pop()
+        y = self.call("BlockLinear", inputs, name=name, weight_format=kind, activation_format=activation)[0]
         if bias:
             y = self.op("Add", y, self.weight(f"{weight}.bias", ACTIVATION), name=f"{name}_bias")
         return y
+
+    def experts(
+        self,
+        x: ir.Value,
+        indices: ir.Value,
+        weights: ir.Value,
+        lengths: ir.Value,
+        prefix: str,
+        count: int,
+    ) -> ir.Value:
+        """The routed experts ``{prefix}.0`` to ``{prefix}.{count-1}``, in the format they are stored in.
+
+        Raises:
+            CheckpointError: The experts of a layer are stored in several formats.
+        """
+        names = [f"{prefix}.{e}.{n}" for n in ("up_proj", "down_proj") for e in range(count)]
+        stored = [self._projection(n) for n in names]
+        kinds = sorted({(kind, activation) for kind, activation, _ in stored})
+        if len(kinds) > 1:
+            found = [f"{kind} weights, inputs rounded to {activation}" for kind, activation in kinds]
+            raise CheckpointError(f"The experts {prefix}.* are stored in several formats:", found)
+        kind, activation = kinds[0]
+        inputs = []
+        for half in (range(count), range(count, 2 * count)):
+            inputs += [stored[i][2][part] for part in range(len(stored[0][2])) for i in half]
+            if activation != "none":
+                inputs += [self.weight(f"{names[i]}.{INPUT_SCALE}") for i in half]
+        return self.call(
+            "RoutedExperts",
+            [x, indices, weights, lengths, *inputs],
+            name="experts",
+            num_experts=count,
+            weight_format=kind,
+            activation_format=activation,
+        )[0]
+
+    def _projection(self, prefix: str) -> tuple[str, str, list[ir.Value]]:
+        """How a projection is stored: weight format, activation format, and its stored tensors."""
+        stored = format_of(self._tensors[f"{prefix}.weight"].dtype)
+        assert stored is not None, "the ledger has matched the dtype with a format"
+        activation = stored.ACTIVATIONS if self.has(f"{prefix}.{INPUT_SCALE}") else "none"
+        return stored.NAME, activation, [self.weight(f"{prefix}.{suffix}") for suffix in stored.parts((0, 0))]
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has this tensor."""
+        return name in self._tensors
 
     def rms_norm(self, x: ir.Value, weight: ir.Value, epsilon: float, name: str = "norm") -> ir.Value:
         """RMSNorm over the last axis, statistics in float32."""

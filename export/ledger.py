@@ -13,6 +13,7 @@ from functools import cached_property
 from nemo_build.errors import CheckpointError
 from nemo_build.export.checkpoint import Checkpoint, TensorInfo
 from nemo_build.export.names import collapse, fill, template
+from nemo_build.plugins.formats import INPUT_SCALE, format_of
 
 KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype")
 
@@ -25,11 +26,15 @@ class TensorRule:
         shape: Exact shape.
         dtypes: Allowed dtypes, by safetensors name.
         role: What it is in the model, such as "mamba.in_proj"; totals are kept by role.
+        projection: Whether it is a projection's ``weight`` ``[N, K]``, which may be stored quantized.
+        optional: Whether the checkpoint may be without it.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     role: str
+    projection: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,21 +102,48 @@ class Ledger:
         return _totals((rule.role, math.prod(info.shape)) for rule, info in self.entries.values())
 
 
+def resolve_formats(
+    expected: Mapping[str, TensorRule], found: Mapping[str, TensorInfo]
+) -> dict[str, TensorRule]:
+    """Replace the rule of each projection's weight by the rules of the tensors its stored format consists of.
+
+    The format follows from the dtype in which the checkpoint stores ``NAME.weight``, never from what a
+    configuration says of it. A dtype of no format leaves the rule as it is, to be reported.
+    """
+    resolved: dict[str, TensorRule] = {}
+    for name, rule in expected.items():
+        info = found.get(name)
+        stored = format_of(info.dtype) if info is not None and rule.projection else None
+        if stored is None:
+            resolved[name] = rule
+            continue
+        prefix = name.removesuffix(".weight")
+        rows, columns = rule.shape
+        for suffix, part in stored.parts((rows, columns)).items():
+            resolved[f"{prefix}.{suffix}"] = TensorRule(part.shape, part.dtypes, rule.role)
+        if stored.ACTIVATIONS != "none":
+            resolved[f"{prefix}.{INPUT_SCALE}"] = TensorRule((), ("F32",), rule.role, optional=True)
+    return resolved
+
+
 def reconcile(checkpoint: Checkpoint, expected: Mapping[str, TensorRule]) -> Ledger:
-    """Match each expected tensor with the one of that name.
+    """Match each expected tensor, in the format it is stored in, with the one of that name.
 
     Raises LedgerError (a CheckpointError) with every missing or unexpected tensor, and every wrong shape or
     dtype, if there is any.
     """
     found = checkpoint.tensors
+    expected = resolve_formats(expected, found)
     details: list[Discrepancy] = []
     for name, rule in expected.items():
         info = found.get(name)
         dtypes = " or ".join(rule.dtypes)
         if info is None:
+            if rule.optional:
+                continue
             details.append(Discrepancy("missing", name, f"{list(rule.shape)} {dtypes}", ""))
             continue
-        if info.shape != rule.shape:
+        if info.shape != rule.shape and not (rule.shape == () and info.shape == (1,)):  # both are scalars
             details.append(Discrepancy("wrong shape", name, str(list(rule.shape)), str(list(info.shape))))
         if info.dtype not in rule.dtypes:
             details.append(Discrepancy("wrong dtype", name, dtypes, info.dtype))
@@ -123,7 +155,7 @@ def reconcile(checkpoint: Checkpoint, expected: Mapping[str, TensorRule]) -> Led
         missing = [d.name for d in details if d.kind == "missing"]
         unexpected = [d.name for d in details if d.kind == "unexpected"]
         raise LedgerError(checkpoint, tuple(details), _hint(missing, unexpected))
-    return Ledger({name: (rule, found[name]) for name, rule in expected.items()})
+    return Ledger({name: (rule, found[name]) for name, rule in expected.items() if name in found})
 
 
 def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -30,6 +30,7 @@ TEXT_FILES = (
     "chat_template.jinja",
     "generation_config.json",
     "config.json",
+    "hf_quant_config.json",
 )
 """Files that travel from the checkpoint through every bundle, where they exist."""
 

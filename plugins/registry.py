@@ -8,6 +8,7 @@ Adding an op is adding a folder with two modules: ``schema.py`` (``OP``, the tab
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def plugins_by_name() -> Mapping[str, Plugin]:
     """All ops, by op type."""
     found = {}
     for info in pkgutil.iter_modules(plugins.__path__, plugins.__name__ + "."):
-        if info.ispkg:
+        if info.ispkg and importlib.util.find_spec(f"{info.name}.schema"):
             op: Op = importlib.import_module(f"{info.name}.schema").OP
             reference = importlib.import_module(f"{info.name}.reference")
             found[op.name] = Plugin(op, reference.function, reference.reference)

@@ -22,6 +22,9 @@ OPSET_VERSION = 1
 
 FLOATS = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
 INDEX = ("tensor(int64)",)
+SCALES = ("tensor(float8e4m3fn)", "tensor(float)")
+STORED = (*FLOATS, "tensor(float8e4m3fn)", "tensor(uint8)")
+"""Types in which a projection's weight may be stored; see :mod:`nemo_build.plugins.formats`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Attribute:
 
     name: str
     doc: str
-    default: int | float | None = None
-    kind: type[int] | type[float] = float
+    default: int | float | str | None = None
+    kind: type[int] | type[float] | type[str] = float
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ class Op:
                 p.name, p.type, f"{p.shape}: {p.doc}", param_option=kind, is_homogeneous=not p.variadic
             )
 
-        attr_kind = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT}
+        kinds = OpSchema.AttrType
+        attr_kind = {int: kinds.INT, float: kinds.FLOAT, str: kinds.STRING}
         attributes = []
         for a in self.attributes:
             if a.default is None:
@@ -117,3 +121,6 @@ SLOTS = Param("slots", "I", "[B]", "state slot of each row; rows with new tokens
 PAST = Param("past", "I", "[B]", "tokens before the new ones: committed, plus those `accepted` commits now")
 ACCEPTED = Param("accepted", "I", "[B]", "how many of the slot's pending tokens this step commits first")
 LENGTHS = Param("lengths", "I", "[B]", "valid new tokens of each row; 0 makes it a padding row")
+
+WEIGHT_FORMAT = Attribute("weight_format", "how the weights are stored", "plain", kind=str)
+ACTIVATION_FORMAT = Attribute("activation_format", "what the input is rounded to", "none", kind=str)

@@ -20,10 +20,16 @@ from types import ModuleType
 
 import onnx_ir as ir
 
+from nemo_build.export.ledger import TensorRule
 from nemo_build.spec import BlockKind
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
 """Safetensors dtypes in which an unquantized weight may be stored."""
+
+
+def projection(shape: tuple[int, int], role: str) -> TensorRule:
+    """The rule of a projection's weight ``[N, K]``, which a checkpoint may also store quantized."""
+    return TensorRule(shape, WEIGHT_DTYPES, role, projection=True)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs
+from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs, projection
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.spec import BlockKind, MambaSpec, ModelSpec
@@ -18,22 +18,23 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     """What the checkpoint must hold below the layer's prefix."""
     m, hidden = _section(spec), spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        "in_proj.weight": (m.in_proj_size, hidden),
         "conv1d.weight": (m.conv_dim, 1, m.conv_kernel),
         "A_log": (m.num_heads,),
         "D": (m.num_heads,),
         "dt_bias": (m.num_heads,),
         "norm.weight": (m.inner_size,),
-        "out_proj.weight": (hidden, m.inner_size),
     }
     if m.conv_bias:
         shapes["conv1d.bias"] = (m.conv_dim,)
     if m.proj_bias:
         shapes |= {"in_proj.bias": (m.in_proj_size,), "out_proj.bias": (hidden,)}
-    return {
+    rules = {
         f"mixer.{name}": TensorRule(shape, WEIGHT_DTYPES, f"mamba.{name.removesuffix('.weight')}")
         for name, shape in shapes.items()
     }
+    rules["mixer.in_proj.weight"] = projection((m.in_proj_size, hidden), "mamba.in_proj")
+    rules["mixer.out_proj.weight"] = projection((hidden, m.inner_size), "mamba.out_proj")
+    return rules
 
 
 def states(spec: ModelSpec, prefix: str) -> tuple[StateSpec, ...]:

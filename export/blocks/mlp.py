@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs
+from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs, projection
 from nemo_build.export.graph import GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.spec import BlockKind, ModelSpec
@@ -35,16 +35,14 @@ def feed_forward_tensors(
     prefix: str, hidden: int, inner: int, bias: bool, role: str
 ) -> dict[str, TensorRule]:
     """Tensors of an up/down pair below `prefix`."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "up_proj.weight": (inner, hidden),
-        "down_proj.weight": (hidden, inner),
+    rules = {
+        f"{prefix}.up_proj.weight": projection((inner, hidden), f"{role}.up_proj"),
+        f"{prefix}.down_proj.weight": projection((hidden, inner), f"{role}.down_proj"),
     }
     if bias:
-        shapes |= {"up_proj.bias": (inner,), "down_proj.bias": (hidden,)}
-    return {
-        f"{prefix}.{name}": TensorRule(shape, WEIGHT_DTYPES, f"{role}.{name.removesuffix('.weight')}")
-        for name, shape in shapes.items()
-    }
+        rules[f"{prefix}.up_proj.bias"] = TensorRule((inner,), WEIGHT_DTYPES, f"{role}.up_proj")
+        rules[f"{prefix}.down_proj.bias"] = TensorRule((hidden,), WEIGHT_DTYPES, f"{role}.down_proj")
+    return rules
 
 
 def feed_forward(g: GraphBuilder, prefix: str, x: ir.Value, lengths: ir.Value, *, bias: bool) -> ir.Value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs
+from nemo_build.export.blocks import WEIGHT_DTYPES, StepInputs, projection
 from nemo_build.export.blocks.mlp import feed_forward, feed_forward_tensors
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
@@ -31,13 +31,11 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
         "mixer.shared_experts", hidden, m.shared_intermediate_size, m.bias, "moe.shared_expert"
     )
     if m.latent_size is not None:
-        latent: dict[str, tuple[int, ...]] = {
-            "fc1_latent_proj.weight": (width, hidden),
-            "fc2_latent_proj.weight": (hidden, width),
-        }
+        rules["mixer.fc1_latent_proj.weight"] = projection((width, hidden), "moe.latent")
+        rules["mixer.fc2_latent_proj.weight"] = projection((hidden, width), "moe.latent")
         if m.bias:
-            latent |= {"fc1_latent_proj.bias": (width,), "fc2_latent_proj.bias": (hidden,)}
-        rules |= {f"mixer.{n}": TensorRule(s, WEIGHT_DTYPES, "moe.latent") for n, s in latent.items()}
+            rules["mixer.fc1_latent_proj.bias"] = TensorRule((width,), WEIGHT_DTYPES, "moe.latent")
+            rules["mixer.fc2_latent_proj.bias"] = TensorRule((hidden,), WEIGHT_DTYPES, "moe.latent")
     return rules
 
 
@@ -54,17 +52,7 @@ def build(g: GraphBuilder, spec: ModelSpec, prefix: str, x: ir.Value, step: Step
     routed_in = x
     if m.latent_size is not None:
         routed_in = g.linear(x, f"{p}.fc1_latent_proj", step.lengths, bias=m.bias)
-    experts = [
-        g.weight(f"{p}.experts.{e}.{n}.weight")
-        for n in ("up_proj", "down_proj")
-        for e in range(m.num_experts)
-    ]
-    routed = g.call(
-        "RoutedExperts",
-        [routed_in, indices, weights, step.lengths, *experts],
-        name="experts",
-        num_experts=m.num_experts,
-    )[0]
+    routed = g.experts(routed_in, indices, weights, step.lengths, f"{p}.experts", m.num_experts)
     if m.latent_size is not None:
         routed = g.linear(routed, f"{p}.fc2_latent_proj", step.lengths, bias=m.bias)
     with g.scope("shared"):

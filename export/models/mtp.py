@@ -8,10 +8,12 @@ that. Embeddings and head are the target's.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_ir as ir
 
 from nemo_build.errors import ConfigError
-from nemo_build.export.blocks import WEIGHT_DTYPES, blocks
+from nemo_build.export.blocks import WEIGHT_DTYPES, blocks, projection
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.export.models import head, layer, step_inputs
@@ -38,13 +40,13 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     rules = {
         "mtp.layers.0.enorm.weight": norm,
         "mtp.layers.0.hnorm.weight": norm,
-        "mtp.layers.0.eh_proj.weight": TensorRule((hidden, 2 * hidden), WEIGHT_DTYPES, "mtp.eh_proj"),
+        "mtp.layers.0.eh_proj.weight": projection((hidden, 2 * hidden), "mtp.eh_proj"),
         f"mtp.layers.{last}.final_layernorm.weight": norm,
     }
     for prefix, kind in layers(spec).items():
         rules[f"{prefix}.norm.weight"] = norm
         for name, rule in blocks()[kind].tensors(spec).items():
-            rules[f"{prefix}.{name}"] = TensorRule(rule.shape, rule.dtypes, f"mtp.{rule.role}")
+            rules[f"{prefix}.{name}"] = replace(rule, role=f"mtp.{rule.role}")
     return rules
 
 

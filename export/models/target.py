@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from nemo_build.export.blocks import WEIGHT_DTYPES, blocks
+from nemo_build.export.blocks import WEIGHT_DTYPES, blocks, projection
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
 from nemo_build.export.models import head, layer, step_inputs
@@ -32,7 +32,7 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
         rules |= {f"{prefix}.{name}": rule for name, rule in blocks()[kind].tensors(spec).items()}
     rules["backbone.norm_f.weight"] = norm
     if not spec.tie_word_embeddings:
-        rules["lm_head.weight"] = TensorRule(table, WEIGHT_DTYPES, "lm_head")
+        rules["lm_head.weight"] = projection(table, "lm_head")
     return rules
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_build.plugins.formats import ACTIVATIONS, activations, formats
+
 Array = NDArray[Any]
 
 
@@ -18,18 +20,15 @@ def function(attributes: Mapping[str, Any], present: Collection[str]) -> str:
     An expert without tokens multiplies zero rows. Padding tokens go to a virtual expert E that returns zeros.
     """
     count = int(attributes["num_experts"])
+    up, down = _names(attributes, sum(n.startswith("experts_") for n in present))
     parts = ", ".join(f"part_{e}" for e in range(count + 1))
     outs = ", ".join(f"out_{e}" for e in range(count + 1))
     experts = "".join(
         f"""
-      up_c_{e} = CastLike (experts_{e}, x)
-      up_t_{e} = Transpose <perm = [1, 0]> (up_c_{e})
-      hidden_{e} = MatMul (part_{e}, up_t_{e})
+      {_project(attributes, f"hidden_{e}", f"part_{e}", [p[e] for p in up])}
       relu_{e} = Relu (hidden_{e})
       square_{e} = Mul (relu_{e}, relu_{e})
-      down_c_{e} = CastLike (experts_{count + e}, x)
-      down_t_{e} = Transpose <perm = [1, 0]> (down_c_{e})
-      out_{e} = MatMul (square_{e}, down_t_{e})"""
+      {_project(attributes, f"out_{e}", f"square_{e}", [p[e] for p in down])}"""
         for e in range(count)
     )
     return f"""
@@ -84,6 +83,24 @@ def function(attributes: Mapping[str, Any], present: Collection[str]) -> str:
     """
 
 
+def _names(attributes: Mapping[str, Any], inputs: int) -> tuple[list[list[str]], list[list[str]]]:
+    """Names of the inputs of both projections: for each part, one name an expert."""
+    count = int(attributes["num_experts"])
+    rows = [[f"experts_{start + e}" for e in range(count)] for start in range(0, inputs, count)]
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+
+def _project(attributes: Mapping[str, Any], out: str, x: str, parts: list[str]) -> str:
+    """One expert's projection; the last of `parts` is the input scale where activations are rounded."""
+    activation = attributes.get("activation_format", "none")
+    weights, scale = (parts, "") if activation == "none" else (parts[:-1], parts[-1])
+    return f"""
+      {ACTIVATIONS[activation](f"{out}_x", x, scale, f"{out}_q")}
+      {formats()[attributes.get("weight_format", "plain")].dequantize(f"{out}_w", weights, x)}
+      {out}_t = Transpose <perm = [1, 0]> ({out}_w)
+      {out} = MatMul ({out}_x, {out}_t)"""
+
+
 def reference(
     x: Array,
     indices: NDArray[np.int64],
@@ -91,12 +108,25 @@ def reference(
     lengths: NDArray[np.int64],
     *experts: Array,
     num_experts: int,
+    weight_format: str = "plain",
+    activation_format: str = "none",
 ) -> Array:
     """One token and one choice at a time. Shapes as in the schema."""
+    per_expert = [experts[e::num_experts] for e in range(num_experts)]
     y = np.zeros_like(x)
+
+    def project(v: Array, parts: tuple[Array, ...]) -> Array:
+        scale = None if activation_format == "none" else parts[-1]
+        stored = parts if scale is None else parts[:-1]
+        w = formats()[weight_format].decode(*stored).astype(x.dtype)
+        result: Array = w @ activations.reference(activation_format, v, scale)
+        return result
+
     for row, n in enumerate(lengths):
         for t in range(int(n)):
             for e, weight in zip(indices[row, t], weights[row, t], strict=True):
-                hidden = np.maximum(experts[e].astype(x.dtype) @ x[row, t], 0) ** 2
-                y[row, t] += weight * (experts[num_experts + e].astype(x.dtype) @ hidden)
+                parts = per_expert[e]
+                half = len(parts) // 2
+                hidden = np.maximum(project(x[row, t], parts[:half]), 0) ** 2
+                y[row, t] += weight * project(hidden, parts[half:])
     return y
