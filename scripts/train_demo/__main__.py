@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--decay-steps", type=int, default=1400, help="trunk steps with falling learning rate"
     )
-    parser.add_argument("--mtp-steps", type=int, default=600)
+    parser.add_argument("--mtp-steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--mtp-length", type=int, default=256)
@@ -103,7 +103,7 @@ def main() -> None:
         2 * args.batch,
         args.mtp_length,
         50,
-        args.mtp_steps // 2,
+        args.mtp_steps // 5,
         args.muon_lr,
         args.adam_lr,
     )

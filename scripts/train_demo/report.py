@@ -19,6 +19,7 @@ import export
 PROMPTS = 24
 NEW_TOKENS = 64
 DOC_PROMPT = "This module provides a simple way to"
+FUNCTION_PROMPT = ".. function:: open_file(path, mode='r', *, encoding=None)\n\n   "
 CODE_PROMPT = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self'
 CHAT_PROMPT = "What does `os.path.join` do?"
 
@@ -114,6 +115,7 @@ def samples(reference, tokenizer: Tokenizer) -> dict[str, str]:
     """One continuation of each kind with fixed seeds, the prompt included."""
     prompts = {
         "docs": (torch.tensor([tokenizer.encode(DOC_PROMPT).ids]), 120),
+        "documentation of a function": (torch.tensor([tokenizer.encode(FUNCTION_PROMPT).ids]), 120),
         "code": (torch.tensor([tokenizer.encode(CODE_PROMPT).ids]), 100),
         "chat": (chat_prompt(tokenizer, CHAT_PROMPT, thinking=False), 120),
         "chat with reasoning": (chat_prompt(tokenizer, CHAT_PROMPT, thinking=True), 160),
@@ -121,7 +123,7 @@ def samples(reference, tokenizer: Tokenizer) -> dict[str, str]:
     texts = {}
     for name, (ids, count) in prompts.items():
         torch.manual_seed(0)
-        row = continuation(reference, ids, count, do_sample=True, temperature=0.6, top_p=0.95)[0].tolist()
+        row = continuation(reference, ids, count, do_sample=True, temperature=0.8, top_p=0.95)[0].tolist()
         texts[name] = tokenizer.decode(until_end(row, ids.shape[1]), skip_special_tokens=False)
     return texts
 
@@ -202,6 +204,9 @@ selection bias, without an auxiliary loss.
 MTP: {mtp_steps} steps of {mtp_batch} x {mtp_length} tokens with the trunk frozen, distilled from the trunk's
 distributions over four depths with the module reused, loss weights 1, 0.8, 0.6, 0.5.
 
+The order of the data depends on the seed alone; the number of threads changes rounding, so that two runs
+agree closely but not to the bit.
+
 Last training losses (mean of 20 steps, nats per token): trunk {train_loss}; MTP, weighted sum over depths,
 {mtp_loss}.
 
@@ -237,7 +242,7 @@ Share of the choices that each of the 16 experts received on held-out text, in p
 
 ## Samples
 
-As they came, temperature 0.6, top-p 0.95, seed 0, prompt included.
+As they came, temperature 0.8, top-p 0.95, seed 0, prompt included.
 
 {sample_blocks}
 
