@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 FOLDERS = {
     "nemo_build": "nemo_build",
@@ -15,4 +15,15 @@ PACKAGES = [
     for path in sorted(Path(folder).rglob("__init__.py"))
 ]
 
-setup(packages=PACKAGES, package_dir=FOLDERS)
+# The codecs' kernels: a plain shared library that ctypes loads. Without it the codecs use NumPy.
+PACK = Extension(
+    "nemo_build.plugins.codecs._pack",
+    ["plugins/codecs/pack.cc"],
+    depends=["plugins/codecs/lanes.h"],
+    language="c++",
+    optional=True,
+    # Results must be rounded as written: no contraction to fused operations.
+    extra_compile_args=["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi"],
+)
+
+setup(packages=PACKAGES, package_dir=FOLDERS, ext_modules=[PACK])

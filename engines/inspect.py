@@ -175,6 +175,8 @@ def _count_parameters(spec: ModelSpec) -> dict[str, int]:
     counts = {"total": 0, "active": 0, "mtp": 0}
     routed = 0
     for name, rule in expected_tensors(spec).items():
+        if rule.optional:
+            continue  # scales, not parameters
         n = math.prod(rule.shape)
         counts["total"] += n
         if name.startswith("mtp."):

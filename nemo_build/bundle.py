@@ -48,13 +48,19 @@ Progress = Callable[[int], None]
 """Called with the number of bytes (or steps) just done."""
 
 
-def require_output(out: Path, *, force: bool, source: Path) -> None:
+def is_bundle(directory: Path) -> bool:
+    """Whether a directory holds a bundle of ours."""
+    return any((directory / name).is_file() for name in (MODEL_BUNDLE, ENGINE_BUNDLE))
+
+
+def require_output(out: Path, *, force: bool, source: Path, ours: Callable[[Path], bool] = is_bundle) -> None:
     """Check, before long work, that `out` may be written.
 
     Args:
         out: The directory to write.
-        force: Whether `out` may be replaced. Only an empty directory or a bundle ever is.
+        force: Whether `out` may be replaced. Only an empty directory, or one that is `ours`, ever is.
         source: The input, which must not be replaced.
+        ours: Whether a directory is what the command writes.
 
     Raises:
         UserError: `out` exists and may not be replaced, or is or holds the input.
@@ -66,9 +72,10 @@ def require_output(out: Path, *, force: bool, source: Path) -> None:
         return
     if not force:
         raise UserError(f"{out} exists already.", hint="Remove it, choose another name, or pass --force.")
-    ours = any((out / name).is_file() for name in (MODEL_BUNDLE, ENGINE_BUNDLE))
-    if out.is_symlink() or not out.is_dir() or not (ours or not any(out.iterdir())):
-        raise UserError(f"{out} is neither a bundle nor an empty directory; --force does not replace it.")
+    if out.is_symlink() or not out.is_dir() or not (ours(out) or not any(out.iterdir())):
+        raise UserError(
+            f"{out} was not written by this command, nor is it empty; --force does not replace it."
+        )
 
 
 @contextmanager
@@ -89,7 +96,7 @@ def publish(out: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o777 & ~_umask())
         if out.exists():
-            _swap(temporary, out)
+            replace_directory(temporary, out)
         else:
             temporary.rename(out)
     except BaseException:
@@ -97,8 +104,8 @@ def publish(out: Path) -> Iterator[Path]:
         raise
 
 
-def _swap(new: Path, out: Path) -> None:
-    """Put `new` in the place of `out`; if that fails, `out` stays."""
+def replace_directory(new: Path, out: Path) -> None:
+    """Put the directory `new` in the place of `out`; if that fails, `out` stays."""
     holder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
     old = holder / "replaced"
     try:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a checkpoint with the tensors of Nemotron 3.5 Lightning 30B-A3B (BF16 release) as sparse files.
+"""Write a checkpoint with the tensors of Nemotron 3.5 Lightning 30B-A3B as sparse files.
 
-All weights are zero and take no disk space; names, shapes, dtypes and sharding are the release's (6,513
-tensors, 65.8 GB). It shows what the tool does at full size where the weights themselves are not at hand.
+All weights are zero and take no disk space; names, shapes and dtypes are the release's: 6,513 tensors and 65.8 GB
+for BF16, 18,487 tensors and 21.6 GB for NVFP4. It shows what the tool does at full size where the weights
+themselves are not at hand.
 
-    python scripts/synthetic_checkpoint.py OUT
+    python scripts/synthetic_checkpoint.py [--format nvfp4] OUT
 """
 
 from __future__ import annotations
@@ -125,6 +126,27 @@ def release_tensors() -> Tensors:
     return tensors
 
 
+def nvfp4_tensors() -> Tensors:
+    """All tensors of the NVFP4 release: experts and head in NVFP4, Mamba projections and caches in FP8."""
+    out: Tensors = {}
+    for name, (dtype, shape) in release_tensors().items():
+        module = name.removesuffix(".weight")
+        trunk = not name.startswith("mtp.")
+        if trunk and (".experts." in name or ".shared_experts." in name or module == "lm_head"):
+            rows, columns = shape
+            out[name] = ("U8", (rows, columns // 2))
+            out[f"{module}.weight_scale"] = ("F8_E4M3", (rows, columns // 16))
+            out[f"{module}.weight_scale_2"] = ("F32", ())
+        elif trunk and module.endswith((".in_proj", ".out_proj")):
+            out[name] = ("F8_E4M3", shape)
+            out[f"{module}.weight_scale"] = out[f"{module}.input_scale"] = ("F32", ())
+        else:
+            out[name] = (dtype, shape)
+            if trunk and module.endswith(("k_proj", "v_proj")):
+                out[f"{module}.{module[-6]}_scale"] = ("F32", (1,))
+    return out
+
+
 def write_checkpoint(out: Path, tensors: Tensors, config: dict[str, object]) -> None:
     """Write configuration, index and sparse shards of at most :data:`SHARD_BYTES`."""
     out.mkdir(parents=True)
@@ -170,14 +192,16 @@ def _write_sparse(path: Path, tensors: Tensors) -> None:
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return {"BF16": 2, "F32": 4}[dtype] * math.prod(shape)
+    return {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}[dtype] * math.prod(shape)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
-    tensors = release_tensors()
+    parser.add_argument("--format", choices=["bf16", "nvfp4"], default="bf16")
+    options = parser.parse_args()
+    out = options.out
+    tensors = release_tensors() if options.format == "bf16" else nvfp4_tensors()
     write_checkpoint(out, tensors, CONFIG)
     print(f"{out}: {len(tensors)} tensors, {sum(_nbytes(*t) for t in tensors.values()):,} bytes (sparse)")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from nemo_build.plugins.registry import STANDARD_OPSET, plugins_by_name, register_schemas
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
@@ -21,10 +21,11 @@ def one_node_model(name: str, inputs: list[np.ndarray | None], attributes: dict[
     used = [n if a is not None else "" for n, a in zip(names, inputs, strict=True)]
     present = [n for n in used if n]
     node = helper.make_node(name, used, [p.name for p in plugin.op.outputs], domain=DOMAIN, **attributes)
+    stored = {n: a for n, a in zip(names, inputs, strict=True) if a is not None and _is_stored(a)}
     infos = [
         helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), [None] * a.ndim)
         for n, a in zip(names, inputs, strict=True)
-        if a is not None
+        if a is not None and n not in stored
     ]
     kind = helper.np_dtype_to_tensor_dtype(inputs[0].dtype)
     ranks = {n: a.ndim for n, a in zip(names, inputs, strict=True) if a is not None}
@@ -34,7 +35,9 @@ def one_node_model(name: str, inputs: list[np.ndarray | None], attributes: dict[
         for p in plugin.op.outputs
     ]
     model = helper.make_model(
-        helper.make_graph([node], "op", infos, outputs),
+        helper.make_graph(
+            [node], "op", infos, outputs, [numpy_helper.from_array(a, n) for n, a in stored.items()]
+        ),
         functions=[plugin.function(attributes, present, inputs=len(inputs))],
         opset_imports=[helper.make_opsetid("", STANDARD_OPSET), helper.make_opsetid(DOMAIN, OPSET_VERSION)],
         ir_version=10,
@@ -48,7 +51,13 @@ def run_function(name: str, inputs: list[np.ndarray | None], attributes: dict[st
     """Run the op's reference function in ONNX Runtime."""
     session = ort.InferenceSession(one_node_model(name, inputs, attributes).SerializeToString())
     names = plugins_by_name()[name].input_names(len(inputs))
-    return session.run(None, {n: a for n, a in zip(names, inputs, strict=True) if a is not None})
+    feeds = {n: a for n, a in zip(names, inputs, strict=True) if a is not None and not _is_stored(a)}
+    return session.run(None, feeds)
+
+
+def _is_stored(array: np.ndarray) -> bool:
+    """Whether NumPy alone does not know the type, so that the array goes into the model as an initializer."""
+    return array.dtype.kind == "V"
 
 
 def step_control(rng: np.random.Generator, batch: int, slots: int, steps: int, ring: int, room: int):

@@ -207,13 +207,17 @@ def test_export_is_reproducible(tiny_checkpoint, tiny_bundle, tmp_path):
             assert (tiny_bundle / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
 
 
-def test_full_size_release_exports_without_copying(tmp_path):
-    """The 30B release's 6,513 tensors: all accounted for, little written, valid graphs."""
+@pytest.mark.parametrize(
+    ("stored", "tensors", "nbytes"), [("bf16", 6513, 65_842_365_568), ("nvfp4", 18_487, 21_559_589_596)]
+)
+def test_full_size_releases_export_without_copying(tmp_path, stored, tensors, nbytes):
+    """The 30B releases' tensors: all accounted for, little written, valid graphs."""
     script = ROOT / "scripts" / "synthetic_checkpoint.py"
-    subprocess.run([sys.executable, script, tmp_path / "checkpoint"], check=True, capture_output=True)
+    command = [sys.executable, script, "--format", stored, tmp_path / "checkpoint"]
+    subprocess.run(command, check=True, capture_output=True)
     result = export_bundle(tmp_path / "checkpoint", tmp_path / "bundle")
-    assert len(result.ledger.entries) == 6513
-    assert result.ledger.nbytes == 65_842_365_568
+    assert len(result.ledger.entries) == tensors
+    assert result.ledger.nbytes == nbytes
     written = sum(p.stat().st_size for p in (tmp_path / "bundle").iterdir() if p.is_file())
     assert written < 50_000_000
     graph = onnx.load(tmp_path / "bundle" / "target.onnx", load_external_data=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.shape_inference
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_build.plugins.codecs import fp8, nvfp4
 from nemo_build.plugins.registry import plugins_by_name, register_schemas
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
 
@@ -31,7 +33,8 @@ def check(name: str, inputs: list, attributes: dict, lengths: np.ndarray) -> Non
     want = plugin.reference(*inputs, **attributes)
     want = want if isinstance(want, tuple) else (want,)
     valid = np.arange(got[0].shape[1]) < lengths[:, None]
-    np.testing.assert_allclose(got[0][valid], want[0][valid], atol=2e-5, rtol=2e-5)
+    size = max(np.abs(want[0][valid]).max(initial=0), 1)
+    np.testing.assert_allclose(got[0][valid], want[0][valid], atol=2e-5 * size, rtol=2e-5)
     for g, w in zip(got[1:], want[1:], strict=True):
         np.testing.assert_allclose(g, w, atol=2e-5, rtol=2e-5)
     for a, b in zip(inputs, before, strict=True):
@@ -131,6 +134,61 @@ def test_block_linear(rank):
     got = run_function("BlockLinear", [x, w, *lengths], {})[0]
     np.testing.assert_allclose(got, plugins_by_name()["BlockLinear"].reference(x, w), atol=1e-5)
     np.testing.assert_allclose(got, np.einsum("...k,nk->...n", x, w), atol=1e-5)
+
+
+def stored(rng: np.random.Generator, rows: int, columns: int, kind: str) -> list[np.ndarray]:
+    """The stored tensors of a random weight in a format."""
+    weight = normal(rng, rows, columns)
+    if kind == "nvfp4":
+        packed = nvfp4.encode(weight)
+        return [packed.codes, packed.e4m3_scales, np.array(packed.scale_2)]
+    if kind == "fp8":
+        coded = fp8.encode(weight)
+        return [coded.codes.view(ml_dtypes.float8_e4m3fn), np.array(coded.scale)]
+    return [weight.astype(ml_dtypes.bfloat16) if kind == "bf16" else weight]
+
+
+FORMATS = {  # name: (stored as, weight_format, activation_format, input scale)
+    "bf16": ("bf16", "plain", "none", None),
+    "fp8": ("fp8", "fp8", "none", None),
+    "fp8 with rounded inputs": ("fp8", "fp8", "fp8", 0.01),
+    "nvfp4": ("nvfp4", "nvfp4", "none", None),
+    "nvfp4 with rounded inputs": ("nvfp4", "nvfp4", "nvfp4", 4 / (6 * 448)),
+    "nvfp4 with inputs beyond the scale": ("nvfp4", "nvfp4", "nvfp4", 1 / (6 * 448)),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (7, 32), (33, 176)])
+def test_block_linear_formats(kind, rows, columns):
+    rng = np.random.default_rng(rows)
+    form, weight_format, activation, scale = kind
+    parts = stored(rng, rows, columns, form)
+    x = normal(rng, 2, 3, columns)
+    x[0, 0, :16] = 0
+    inputs = [x, parts[0], np.array([3, 3]), *parts[1:], *[None] * (3 - len(parts))]
+    inputs += [] if scale is None else [np.array(scale, np.float32)]
+    while inputs[-1] is None:
+        inputs.pop()
+    attributes = {"weight_format": weight_format, "activation_format": activation}
+    check("BlockLinear", inputs, attributes, np.array([3, 3]))
+
+
+@pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
+def test_routed_expert_formats(kind):
+    rng = np.random.default_rng(5)
+    form, weight_format, activation, scale = kind
+    experts, width, inner, lengths = 3, 32, 48, np.array([4, 2])
+    shapes = ((inner, width), (width, inner))
+    each = [[stored(rng, *shape, form) for _ in range(experts)] for shape in shapes]
+    flat = []
+    for projection in each:
+        flat += [projection[e][part] for part in range(len(projection[0])) for e in range(experts)]
+        flat += [] if scale is None else [np.array(scale * (1 + e), np.float32) for e in range(experts)]
+    indices = np.stack([rng.permutation(experts)[:2] for _ in range(8)]).reshape(2, 4, 2)
+    inputs = [normal(rng, 2, 4, width), indices, normal(rng, 2, 4, 2), lengths, *flat]
+    attributes = {"num_experts": experts, "weight_format": weight_format, "activation_format": activation}
+    check("RoutedExperts", inputs, attributes, lengths)
 
 
 def test_padding_never_touches_other_rows():

@@ -49,12 +49,14 @@ def nvfp4(out: str, x: str, scale: str, tag: str) -> str:
     """
     return f"""
       {tag}_shape = Shape ({x})
-      {tag}_block_tail = Constant <value_ints = [-1, {BLOCK}]> ()
+      {tag}_block = Constant <value_ints = [{BLOCK}]> ()
       {tag}_zero1 = Constant <value_ints = [0]> ()
       {tag}_minus1 = Constant <value_ints = [-1]> ()
       {tag}_lead = Slice ({tag}_shape, {tag}_zero1, {tag}_minus1)
-      {tag}_blocked = Concat <axis = 0> ({tag}_lead, {tag}_block_tail)
-      {tag}_blocks = Reshape ({x}, {tag}_blocked)
+      {tag}_width = Shape <start = -1> ({x})
+      {tag}_count = Div ({tag}_width, {tag}_block)
+      {tag}_blocked = Concat <axis = 0> ({tag}_lead, {tag}_count, {tag}_block)
+      {tag}_blocks = Reshape <allowzero = 1> ({x}, {tag}_blocked)
       {tag}_scale = CastLike ({scale}, {x})
       {tag}_sizes = Abs ({tag}_blocks)
       {tag}_amax = ReduceMax <keepdims = 1> ({tag}_sizes, {tag}_minus1)
@@ -90,7 +92,7 @@ def nvfp4(out: str, x: str, scale: str, tag: str) -> str:
       {tag}_sign = Sign ({tag}_blocks)
       {tag}_signed = Mul ({tag}_size, {tag}_sign)
       {tag}_values = Mul ({tag}_signed, {tag}_step)
-      {out} = Reshape ({tag}_values, {tag}_shape)"""
+      {out} = Reshape <allowzero = 1> ({tag}_values, {tag}_shape)"""
 
 
 def reference(name: str, x: Array, scale: Array | None) -> Array:

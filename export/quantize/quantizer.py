@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantize: plan, calibrate, pack, publish."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_build.bundle import replace_directory, require_output, sha256_json
+from nemo_build.errors import CheckpointError, UserError
+from nemo_build.export.checkpoint import INDEX, Checkpoint
+from nemo_build.export.ledger import Ledger, reconcile
+from nemo_build.export.models import expected_tensors
+from nemo_build.export.names import collapse
+from nemo_build.export.quantize import layout
+from nemo_build.export.quantize.calibration import Calibration, calibrate
+from nemo_build.export.quantize.recipe import Assignment, Recipe, assign
+from nemo_build.export.quantize.streaming import DTYPES, ShardJob, largest, run_jobs
+from nemo_build.plugins.codecs import fp8, nvfp4
+from nemo_build.spec import ModelSpec, load_spec
+
+_SKIPPED_SUFFIXES = (".safetensors", ".index.json")
+_REWRITTEN = ("config.json", "hf_quant_config.json")
+_JOB = "job.json"
+_CALIBRATION = "calibration.json"
+
+
+class QuantizeProgress(Protocol):
+    """Who is told of the progress."""
+
+    def start(self, what: str, total: int) -> Callable[[int], None]:
+        """Begin a phase of `total` units; returns what is to be called with each number of units done."""
+        ...
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What a quantization did.
+
+    Attributes:
+        source: The original.
+        out: The new checkpoint.
+        spec: The model.
+        recipe: The recipe.
+        assignments: How each quantized projection is stored.
+        before: Bytes by role before.
+        after: Bytes by role after.
+        calibration: What was measured, if the recipe needed it.
+    """
+
+    source: Path
+    out: Path
+    spec: ModelSpec
+    recipe: Recipe
+    assignments: Mapping[str, Assignment]
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    calibration: Calibration | None
+
+
+def quantize_checkpoint(
+    source: Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    sequences: list[list[int]],
+    sequences_source: str,
+    workers: int = 1,
+    min_coverage: int = 0,
+    force: bool = False,
+    progress: QuantizeProgress | None = None,
+) -> QuantizeResult:
+    """Quantize a checkpoint, streaming.
+
+    The new checkpoint is made in a hidden directory beside `out`; when the same job was stopped before, it goes on
+    there.
+
+    Args:
+        source: An unquantized checkpoint.
+        out: The directory to write.
+        recipe: What is quantized how.
+        sequences: Token ids to calibrate on; unused if the recipe needs no calibration.
+        sequences_source: Name of the text they come from.
+        workers: Processes (threads, where there is one shard).
+        min_coverage: Fail if fewer tokens than this chose an expert whose inputs are rounded.
+        force: Replace `out` if it is a quantized checkpoint of ours.
+        progress: Told of the long phases.
+
+    Raises:
+        ConfigError, CheckpointError: The checkpoint is damaged, quantized already, or holds values that are not
+            finite.
+        UserError: The recipe does not fit, `out` cannot be written, or too few tokens reach an expert.
+    """
+    require_output(out, force=force, source=source, ours=_is_quantized_by_us)
+    spec = load_spec(source)
+    expected = expected_tensors(spec)
+    checkpoint = Checkpoint.open(source)
+    ledger = reconcile(checkpoint, expected)
+    _require_unquantized(checkpoint, ledger)
+    assignments = assign(recipe, expected)
+    work = out.with_name(f".{out.name}.quantize")
+    _open_work(work, _job_identity(checkpoint, recipe, sequences))
+
+    calibration = None
+    if recipe.needs_calibration:
+        calibration = _calibration(
+            work, checkpoint, spec, sequences, assignments, recipe, sequences_source, progress
+        )
+        _require_coverage(calibration, assignments, min_coverage)
+    scalars = _scalars(spec, recipe, assignments, calibration)
+    jobs = _jobs(checkpoint, work, assignments, scalars)
+    total = sum(info.nbytes for info in checkpoint.tensors.values())
+    report = progress.start("packing weights", total) if progress else None
+    run_jobs(jobs, workers=workers, progress=report)
+
+    _write_metadata(source, work, recipe, assignments, expected)
+    quantized = reconcile(Checkpoint.open(work), expected)
+    _publish(work, out)
+    before, after = ledger.bytes_by_role, quantized.bytes_by_role
+    return QuantizeResult(source, out, spec, recipe, assignments, before, after, calibration)
+
+
+def _is_quantized_by_us(directory: Path) -> bool:
+    try:
+        config = json.loads((directory / "hf_quant_config.json").read_text(encoding="utf-8"))
+        return str(config["producer"]["version"]).startswith("nemo-build")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _require_unquantized(checkpoint: Checkpoint, ledger: Ledger) -> None:
+    packed = [name for name, (_, info) in ledger.entries.items() if info.dtype not in DTYPES]
+    if packed:
+        raise CheckpointError(
+            f"{checkpoint.directory} is quantized already:",
+            [
+                f"{text} is {ledger.entries[text][1].dtype}" if n == 1 else text
+                for text, n in collapse(packed)
+            ],
+            "Quantize the original checkpoint.",
+        )
+
+
+def _job_identity(checkpoint: Checkpoint, recipe: Recipe, sequences: list[list[int]]) -> dict[str, Any]:
+    """What a job depends on: another source, recipe or text is another job."""
+    files = {}
+    for name, shard in sorted(checkpoint.files.items()):
+        status = shard.path_real.stat()
+        files[name] = [shard.header_digest, status.st_size, status.st_mtime_ns]
+    return {
+        "checkpoint": checkpoint.digest,
+        "files": files,
+        "recipe": recipe.to_json(),
+        "text": sha256_json(sequences) if recipe.needs_calibration else None,
+    }
+
+
+def _open_work(work: Path, identity: dict[str, Any]) -> None:
+    """Make the working directory, or keep it if it is of the same job."""
+    note = work / _JOB
+    try:
+        if json.loads(note.read_text(encoding="utf-8")) == json.loads(json.dumps(identity)):
+            return
+    except (OSError, ValueError):
+        pass  # no job, or one that was cut off before it had begun
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    temporary = note.with_suffix(".partial")
+    temporary.write_text(json.dumps(identity), encoding="utf-8")
+    temporary.rename(note)
+
+
+def _calibration(
+    work: Path,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    sequences: list[list[int]],
+    assignments: Mapping[str, Assignment],
+    recipe: Recipe,
+    source: str,
+    progress: QuantizeProgress | None,
+) -> Calibration:
+    """Calibrate, or take what the stopped job had measured."""
+    note = work / _CALIBRATION
+    if note.is_file():
+        return Calibration(**json.loads(note.read_text(encoding="utf-8")))
+    report = progress.start("calibrating", len(spec.layers)) if progress else None
+    measured = calibrate(
+        checkpoint,
+        spec,
+        sequences,
+        assignments,
+        source=source,
+        kv_cache=recipe.kv_cache != "none",
+        progress=report,
+    )
+    temporary = note.with_suffix(".partial")
+    temporary.write_text(json.dumps(measured.to_json()), encoding="utf-8")
+    temporary.rename(note)
+    return measured
+
+
+def _require_coverage(calibration: Calibration, assignments: Mapping[str, Assignment], minimum: int) -> None:
+    rounded = {n.split(".mixer.")[0] for n, a in assignments.items() if a.activations and ".experts." in n}
+    problems = [
+        f"{layer}: experts {', '.join(map(str, experts))}"
+        for layer, experts in calibration.unreached(minimum).items()
+        if layer in rounded
+    ]
+    if minimum and problems:
+        raise UserError(
+            f"Fewer than {minimum} of the {calibration.tokens} tokens of the calibration text choose some experts:",
+            problems,
+            "Calibrate on more, or more varied, text.",
+        )
+
+
+def _scalars(
+    spec: ModelSpec, recipe: Recipe, assignments: Mapping[str, Assignment], calibration: Calibration | None
+) -> dict[str, tuple[tuple[str, float], ...]]:
+    """Scales of activations and caches, by the weight they are written after."""
+    scalars: dict[str, list[tuple[str, float]]] = {}
+    for module, assignment in assignments.items():
+        if assignment.activations:
+            assert calibration is not None, "a recipe that rounds activations is calibrated"
+            scale = nvfp4.activation_scale if assignment.format == "nvfp4" else fp8.activation_scale
+            amax = calibration.amax.get(_amax_key(module), 0.0)
+            scalars.setdefault(f"{module}.weight", []).append((f"{module}.input_scale", float(scale(amax))))
+    if recipe.kv_cache == "fp8":
+        assert calibration is not None, "a recipe with an FP8 cache is calibrated"
+        for name, amax in calibration.amax.items():
+            if name.endswith(".output"):
+                module = name.removesuffix(".output")
+                scale_name = f"{module}.{'k' if module.endswith('k_proj') else 'v'}_scale"
+                scalars.setdefault(f"{module}.weight", []).append(
+                    (scale_name, float(fp8.activation_scale(amax)))
+                )
+    return {name: tuple(values) for name, values in scalars.items()}
+
+
+def _amax_key(module: str) -> str:
+    """All experts of a layer share one measurement a projection, as in ModelOpt."""
+    prefix, dot, rest = module.partition(".experts.")
+    return f"{prefix}{dot}{rest.split('.')[-1]}" if dot else module
+
+
+def _jobs(
+    checkpoint: Checkpoint,
+    work: Path,
+    assignments: Mapping[str, Assignment],
+    scalars: Mapping[str, tuple[tuple[str, float], ...]],
+) -> list[ShardJob]:
+    """One job a shard."""
+    amax = _shared_amax(checkpoint, assignments)
+    jobs = []
+    for name, shard in checkpoint.files.items():
+        tensors = tuple(t for t in checkpoint.tensors.values() if t.file == name)
+        modules = {t.name.removesuffix(".weight") for t in tensors}
+        jobs.append(
+            ShardJob(
+                shard.path_real,
+                work / name,
+                tensors,
+                {m: assignments[m] for m in assignments if m in modules},
+                {m: amax[m] for m in amax if m in modules},
+                {t.name: scalars[t.name] for t in tensors if t.name in scalars},
+            )
+        )
+    return jobs
+
+
+def _shared_amax(checkpoint: Checkpoint, assignments: Mapping[str, Assignment]) -> dict[str, float]:
+    """Largest weight over query, key and value of a layer in NVFP4: runtimes fuse them, so they share a scale."""
+    shared: dict[str, float] = {}
+    for module, assignment in assignments.items():
+        prefix, _, name = module.rpartition(".")
+        group = [f"{prefix}.{n}_proj" for n in "qkv"]
+        if (
+            name != "q_proj"
+            or any(assignments.get(m) != assignment for m in group)
+            or assignment.format != "nvfp4"
+        ):
+            continue
+        found = []
+        for m in group:
+            info = checkpoint.tensors[f"{m}.weight"]
+            with open(checkpoint.files[info.file].path_real, "rb") as source:
+                found.append(largest(source, info))
+        shared |= dict.fromkeys(group, max(found))
+    return shared
+
+
+def _write_metadata(
+    source: Path,
+    work: Path,
+    recipe: Recipe,
+    assignments: Mapping[str, Assignment],
+    expected: Mapping[str, Any],
+) -> None:
+    """Index, configurations, and every other file of the source."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(_SKIPPED_SUFFIXES) and path.name not in _REWRITTEN:
+            shutil.copyfile(path, work / path.name)
+    more = source / "additional_chat_templates"
+    if more.is_dir():
+        shutil.copytree(more, work / more.name, dirs_exist_ok=True)
+    unquantizable = ("gate.weight", "conv1d.weight", "embeddings.weight")
+    kept = [
+        n.removesuffix(".weight") for n, r in expected.items() if r.projection or n.endswith(unquantizable)
+    ]
+    quant = layout.hf_quant_config(assignments, [k for k in kept if k not in assignments], recipe.kv_cache)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = layout.quantization_config(quant)
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (work / "hf_quant_config.json").write_text(json.dumps(quant, indent=4) + "\n", encoding="utf-8")
+    (work / INDEX).unlink(missing_ok=True)
+    written = Checkpoint.open(work)
+    if len(written.files) > 1:
+        weight_map = {name: info.file for name, info in sorted(written.tensors.items())}
+        index = {
+            "metadata": {"total_size": sum(info.nbytes for info in written.tensors.values())},
+            "weight_map": weight_map,
+        }
+        (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _publish(work: Path, out: Path) -> None:
+    """Drop the job's notes and give the directory its name."""
+    for name in (_JOB, _CALIBRATION):
+        (work / name).unlink(missing_ok=True)
+    if out.exists():
+        replace_directory(work, out)
+    else:
+        work.rename(out)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: which projections are stored how. A recipe is a YAML file; one loader reads ours and the user's.
+
+.. code-block:: yaml
+
+    description: experts in NVFP4, Mamba projections in FP8
+    rules:
+      - match: ["backbone.layers.*.mixer.experts.*", lm_head]
+        weights: nvfp4-four-over-six     # nvfp4, nvfp4-four-over-six or fp8
+        activations: false               # whether the input is rounded too (W4A4, W8A8)
+      - match: ["backbone.layers.*.mixer.in_proj"]
+        weights: fp8
+        activations: true
+    kv_cache: fp8                        # none or fp8
+
+A pattern is a shell pattern (``*``, ``?``, ``[...]``) over names of projections, as checkpoints spell them. Rules do
+not override each other: a projection that two rules match, and a pattern that matches none, are errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_build.errors import UserError
+from nemo_build.export.ledger import TensorRule
+from nemo_build.export.names import collapse
+from nemo_build.plugins.formats import formats
+
+SHIPPED = Path(__file__).parent / "recipes"
+
+WEIGHTS = {"nvfp4": ("nvfp4", False), "nvfp4-four-over-six": ("nvfp4", True), "fp8": ("fp8", False)}
+"""What a rule may say of weights -> (stored format, whether block scales are chosen four-over-six)."""
+
+_RULE_KEYS = {"match", "weights", "activations"}
+_RECIPE_KEYS = {"description", "rules", "kv_cache"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Projections that match one of the patterns are stored alike."""
+
+    match: tuple[str, ...]
+    weights: str
+    activations: bool
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named set of rules.
+
+    Attributes:
+        name: Its file's name without the ending.
+        description: One sentence.
+        rules: What is quantized; everything else is kept.
+        kv_cache: ``none`` or ``fp8``.
+    """
+
+    name: str
+    description: str
+    rules: tuple[Rule, ...]
+    kv_cache: str
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether scales of activations or caches must be measured on a text."""
+        return self.kv_cache != "none" or any(r.activations for r in self.rules)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """How one projection is to be stored."""
+
+    format: str
+    four_over_six: bool
+    activations: bool
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(p.stem for p in SHIPPED.glob("*.yaml"))
+
+
+def load_recipe(name: str) -> Recipe:
+    """Load a shipped recipe by name, or any recipe by path.
+
+    Raises:
+        UserError: There is no such recipe, or it says what cannot be understood; all problems are named.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"There is no recipe {name}.", [f"shipped: {n}" for n in shipped_recipes()])
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
+    problems: list[str] = []
+    recipe = _parse(path.stem, data, problems)
+    if problems:
+        raise UserError(f"The recipe {path} cannot be understood:", problems)
+    return recipe
+
+
+def assign(recipe: Recipe, expected: Mapping[str, TensorRule]) -> dict[str, Assignment]:
+    """Which projection is stored how, in the order of `expected`.
+
+    Args:
+        recipe: The recipe.
+        expected: The model's tensors; those that are projections can be quantized.
+
+    Raises:
+        UserError: A pattern matches no projection, a projection is matched by several patterns, or its width
+            does not divide into the format's blocks; all are named.
+    """
+    projections = {n.removesuffix(".weight"): r for n, r in expected.items() if r.projection}
+    patterns = [(pattern, rule) for rule in recipe.rules for pattern in rule.match]
+    hits: dict[str, list[tuple[str, Rule]]] = {}
+    problems = []
+    for pattern, rule in patterns:
+        matched = [name for name in projections if fnmatchcase(name, pattern)]
+        if not matched:
+            problems.append(f"{pattern!r} matches no projection")
+        for name in matched:
+            hits.setdefault(name, []).append((pattern, rule))
+    twice = {name: " and ".join(repr(p) for p, _ in found) for name, found in hits.items() if len(found) > 1}
+    for both in dict.fromkeys(twice.values()):
+        for names, _ in collapse(name for name, found in twice.items() if found == both):
+            problems.append(f"{names} is matched by {both}")
+    chosen = {name: found[0][1] for name, found in hits.items() if len(found) == 1}
+    problems += _width_problems(chosen, projections)
+    if problems:
+        known = ", ".join(text for text, _ in collapse(projections))
+        raise UserError(
+            f"The recipe {recipe.name} does not fit this model:", problems, f"Projections: {known}"
+        )
+    return {
+        name: Assignment(*WEIGHTS[chosen[name].weights], chosen[name].activations)
+        for name in projections
+        if name in chosen
+    }
+
+
+def _width_problems(chosen: Mapping[str, Rule], projections: Mapping[str, TensorRule]) -> list[str]:
+    block = formats()["nvfp4"].BLOCK
+    uneven = [
+        name
+        for name, rule in chosen.items()
+        if WEIGHTS[rule.weights][0] == "nvfp4" and projections[name].shape[1] % block
+    ]
+    return [f"{text}: the width does not divide into blocks of {block}" for text, _ in collapse(uneven)]
+
+
+def _parse(name: str, data: Any, problems: list[str]) -> Recipe:
+    if not isinstance(data, dict):
+        problems.append("it is not a mapping with a list of rules")
+        return Recipe(name, "", (), "none")
+    problems += [f"unknown key {key!r}" for key in data if key not in _RECIPE_KEYS]
+    rules = data.get("rules")
+    if not isinstance(rules, list) or not rules:
+        problems.append("rules is not a list with at least one rule")
+        rules = []
+    kv_cache = data.get("kv_cache", "none")
+    if kv_cache not in ("none", "fp8"):
+        problems.append(f"kv_cache is {kv_cache!r}; it may be none or fp8")
+    parsed = tuple(_parse_rule(i, rule, problems) for i, rule in enumerate(rules))
+    return Recipe(name, str(data.get("description", "")), parsed, kv_cache)
+
+
+def _parse_rule(index: int, data: Any, problems: list[str]) -> Rule:
+    where = f"rule {index + 1}"
+    if not isinstance(data, dict):
+        problems.append(f"{where} is not a mapping")
+        return Rule((), "fp8", False)
+    problems += [f"{where}: unknown key {key!r}" for key in data if key not in _RULE_KEYS]
+    match = data.get("match")
+    match = [match] if isinstance(match, str) else match
+    if not isinstance(match, list) or not match or not all(isinstance(m, str) for m in match):
+        problems.append(f"{where}: match is not a pattern or a list of patterns")
+        match = []
+    weights = data.get("weights")
+    if weights not in WEIGHTS:
+        problems.append(f"{where}: weights is {weights!r}; it may be {', '.join(WEIGHTS)}")
+        weights = "fp8"
+    activations = data.get("activations", False)
+    if not isinstance(activations, bool):
+        problems.append(f"{where}: activations is {activations!r}; it may be true or false")
+        activations = False
+    return Rule(tuple(match), weights, activations)

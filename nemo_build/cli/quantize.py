@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``nemo-build quantize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from nemo_build.cli._console import bars, force_option, json_option, print_json, size
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="Directory of the new checkpoint."
+)
+@click.option("--recipe", "recipe_name", required=True, help="A shipped recipe's name, or a YAML file.")
+@click.option(
+    "--calib", type=click.Path(path_type=Path), help="Text to calibrate on: .jsonl with text, or plain text."
+)
+@click.option(
+    "--calib-samples", type=click.IntRange(1), default=128, show_default=True, help="Most sequences of it."
+)
+@click.option(
+    "--calib-length", type=click.IntRange(2), default=512, show_default=True, help="Most tokens of each."
+)
+@click.option(
+    "--min-coverage",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Fail below this.",
+)
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that pack.")
+@click.option(
+    "--evaluate/--no-evaluate",
+    default=True,
+    show_default=True,
+    help="Compare with the original.",
+)
+@force_option
+@json_option
+def command(
+    checkpoint: Path,
+    out: Path,
+    recipe_name: str,
+    calib: Path | None,
+    calib_samples: int,
+    calib_length: int,
+    min_coverage: int,
+    workers: int,
+    evaluate: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Quantize a CHECKPOINT into ModelOpt's layout, in bounded memory.
+
+    A job that was stopped goes on where it was when it is started again.
+    """
+    from nemo_build.engines.compare import compare_checkpoints
+    from nemo_build.export.quantize.calibration import DEFAULT_TEXT, read_texts
+    from nemo_build.export.quantize.quantizer import quantize_checkpoint
+    from nemo_build.export.quantize.recipe import load_recipe
+    from nemo_build.export.quantize.report import JSON_NAME, build_report, write_report
+    from nemo_build.runtime.tokenizer import Tokenizer
+
+    recipe = load_recipe(recipe_name)
+    text = calib or DEFAULT_TEXT
+    sequences: list[list[int]] = []
+    if recipe.needs_calibration or evaluate:
+        tokenizer = Tokenizer.load(checkpoint)
+        tokens = (tokenizer.encode(t)[:calib_length] for t in read_texts(text)[:calib_samples])
+        sequences = [t for t in tokens if len(t) > 1]
+    with bars() as progress:
+        result = quantize_checkpoint(
+            checkpoint,
+            out,
+            recipe,
+            sequences=sequences,
+            sequences_source=text.name,
+            workers=workers,
+            min_coverage=min_coverage,
+            force=force,
+            progress=progress,
+        )
+        comparison, skipped = None, "it was not asked for"
+        if evaluate:
+            comparison, skipped = compare_checkpoints(checkpoint, out, sequences, progress)
+    report = build_report(result, comparison, skipped)
+    write_report(out, report)
+    if as_json:
+        print_json(report)
+        return
+    before, after = sum(result.before.values()), sum(result.after.values())
+    click.echo(f"{out}: {len(result.assignments)} projections, {size(before)} -> {size(after)}")
+    if result.calibration:
+        unreached = sum(map(len, result.calibration.unreached().values()))
+        click.echo(
+            f"calibrated on {result.calibration.tokens} tokens of {result.calibration.source}"
+            + (f"; {unreached} experts were not reached (listed in {JSON_NAME})" if unreached else "")
+        )
+    if comparison:
+        click.echo(
+            f"against the original: KL mean {comparison.kl_mean:.5f}, p99 {comparison.kl_p99:.4f}, "
+            f"same top token {100 * comparison.top1:.2f} %, "
+            f"perplexity {comparison.perplexity_original:.4f} -> {comparison.perplexity:.4f}"
+        )
+    else:
+        click.echo(f"not compared with the original: {skipped}")
