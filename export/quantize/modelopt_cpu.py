@@ -113,16 +113,18 @@ class _StaticKernels:
         fp8max: float = _E4M3_MAX,
         out_dtype: Any = None,
     ) -> torch.Tensor:
-        """Blocks whose largest values are given; scales are rounded to E4M3 unless told otherwise."""
+        """Blocks whose largest values are given; their scales are rounded to E4M3 unless told otherwise.
+
+        The scales go through ModelOpt's own E4M3 rounding, so that a search over candidates decides as it would
+        on a GPU with exact division.
+        """
+        from modelopt.torch.quantization.tensor_quant import scaled_e4m3_impl
+
         block_amax = amax.float().reshape(-1, 1)
+        scale = block_amax / _E2M1_MAX
+        if quantize_block_scales:
+            overall = block_amax.max() if global_amax is None else global_amax.float().max()
+            scale = scaled_e4m3_impl(scale, overall * (_E4M3_MAX / fp8max) / _E2M1_MAX)
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
         blocks = x.float().reshape(len(block_amax), -1)
-        overall = (block_amax.max() if global_amax is None else global_amax.float()).max()
-        scale_2 = overall / (_E2M1_MAX * fp8max)
-        if quantize_block_scales and scale_2 > 0:
-            step = (block_amax / _E2M1_MAX) / scale_2
-            step = torch.where(step == 0, torch.ones_like(step), step).clamp(_E4M3_MIN, _E4M3_MAX)
-            step = step.to(torch.float8_e4m3fn).float() * scale_2
-        else:
-            step = block_amax / _E2M1_MAX
-        step = torch.where(step == 0, torch.ones_like(step), step)
-        return (_round_e2m1(blocks / step) * step).reshape(x.shape).to(out_dtype or x.dtype)
+        return (_round_e2m1(blocks / scale) * scale).reshape(x.shape).to(out_dtype or x.dtype)

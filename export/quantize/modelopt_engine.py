@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_build.errors import UserError
-from nemo_build.export.quantize.recipe import Assignment
+from nemo_build.export.quantize.recipe import WEIGHTS, Assignment, Recipe
 
 _NUMERICS: Mapping[tuple[str, bool], dict[str, Any]] = {
     ("fp8", False): {"num_bits": [4, 3]},
+    ("fp8", True): {"num_bits": [4, 3]},
     ("nvfp4", False): {
         "num_bits": [2, 1],
         "block_sizes": {"-1": 16, "type": "dynamic", "scale_bits": [4, 3]},
@@ -29,9 +30,9 @@ _NUMERICS: Mapping[tuple[str, bool], dict[str, Any]] = {
         "block_sizes": {"-1": 16, "type": "static", "scale_bits": [4, 3], "four_over_six": True},
     },
 }
-"""ModelOpt's description of each (format, four-over-six)."""
+"""ModelOpt's description of each (format, search)."""
 
-_FOUR_OVER_SIX = {
+_SEARCH = {
     "method": "mse",
     "fp8_scale_sweep": False,
     "start_multiplier": 1.0,
@@ -48,11 +49,14 @@ def quant_config(
     Args:
         assignments: How each projection is stored, by its name in checkpoints.
         kv_cache: ``none`` or ``fp8``.
-        algorithm: ModelOpt's calibration algorithm; ``None`` for the plain one.
+        algorithm: ModelOpt's calibration algorithm; ``None`` for the plain one, or the search if there is one.
+
+    Raises:
+        UserError: The scales of some projections are to be searched and of others not; ModelOpt does one of both.
     """
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for name, a in assignments.items():
-        numerics = _NUMERICS[a.format, a.four_over_six]
+        numerics = _NUMERICS[a.format, a.search]
         weights, inputs = _quantizers(name)
         entries.append({"quantizer_name": weights, "enable": True, "cfg": numerics})
         if a.activations:
@@ -60,44 +64,44 @@ def quant_config(
             entries.append({"quantizer_name": inputs, "enable": True, "cfg": plain})
     if kv_cache == "fp8":
         entries.append({"quantizer_name": "*[kv]_bmm_quantizer", "enable": True, "cfg": {"num_bits": [4, 3]}})
+    searched = {a.search for a in assignments.values()}
+    if algorithm is None and len(searched) > 1:
+        raise UserError("ModelOpt searches the scales of all projections or of none; the recipe has both.")
     if algorithm is None:
-        algorithm = _FOUR_OVER_SIX if any(a.four_over_six for a in assignments.values()) else "max"
+        algorithm = _SEARCH if searched == {True} else "max"
     return {"quant_cfg": entries, "algorithm": algorithm}
 
 
 def run(
     source: Path,
     out: Path,
-    config: Mapping[str, Any],
+    recipe: Recipe,
+    assignments: Mapping[str, Assignment],
     sequences: Sequence[Sequence[int]],
-    *,
-    dtype: str = "auto",
 ) -> None:
     """Quantize with ModelOpt in a process of its own and write its export.
 
     Args:
         source: The unquantized checkpoint.
         out: Directory of ModelOpt's export; made if need be.
-        config: What :func:`quant_config` returns.
+        recipe: The recipe.
+        assignments: What its rules assign; empty for recipes without rules.
         sequences: Token ids to calibrate on.
-        dtype: Torch dtype to compute in; ``auto`` is the checkpoint's.
 
     Raises:
         UserError: ModelOpt is missing, of an untested version, or fails; its last words are told.
     """
     out.mkdir(parents=True, exist_ok=True)
     job = out / "job.json"
-    job.write_text(
-        json.dumps(
-            {
-                "source": str(source),
-                "config": config,
-                "sequences": [list(s) for s in sequences],
-                "dtype": dtype,
-            }
-        ),
-        encoding="utf-8",
-    )
+    content: dict[str, Any] = {"source": str(source), "sequences": [list(s) for s in sequences]}
+    if recipe.modelopt:
+        content["recipe"] = recipe.modelopt
+    elif recipe.auto:
+        formats = [_NUMERICS[WEIGHTS[name]] for name in recipe.auto["formats"]]
+        content["auto"] = {"effective_bits": recipe.auto["effective_bits"], "formats": formats}
+    else:
+        content["config"] = quant_config(assignments, recipe.kv_cache, recipe.algorithm)
+    job.write_text(json.dumps(content), encoding="utf-8")
     command = [sys.executable, "-m", __name__, str(job)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     job.unlink()
@@ -129,28 +133,62 @@ def _main(job_file: Path) -> None:
     job = json.loads(job_file.read_text(encoding="utf-8"))
     if not torch.cuda.is_available():
         modelopt_cpu.enable()
-    import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
     source = Path(job["source"])
-    model = NemotronHForCausalLM.from_pretrained(source, dtype=job["dtype"]).eval()
+    model = NemotronHForCausalLM.from_pretrained(source, dtype="auto").eval()
     model.config.architectures = ["NemotronHForCausalLM"]
-    low, high = (float(v) for v in model.config.time_step_limit)
+    limits = tuple(float(v) for v in model.config.time_step_limit)
     for layer in model.model.layers:
         if hasattr(layer.mixer, "time_step_limit"):
-            layer.mixer.time_step_limit = (low, high)  # transformers clamps its chunked path only
-
-    def forward(module: torch.nn.Module) -> None:
-        with torch.no_grad():
-            for tokens in job["sequences"]:
-                module(torch.tensor([tokens], device=model.device), use_cache=False)
-
-    mtq.quantize(model, _restored(job["config"]), forward_loop=forward)
+            layer.mixer.time_step_limit = limits  # transformers clamps its chunked path only
+    _quantize(model, job, [torch.tensor([tokens], device=model.device) for tokens in job["sequences"]])
     mtp: dict[str, torch.Tensor] = {}
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             mtp |= {name: file.get_tensor(name) for name in file.keys() if name.startswith("mtp.")}  # noqa: SIM118
     export_hf_checkpoint(model, export_dir=job_file.parent, extra_state_dict=mtp)
+
+
+def _quantize(model: Any, job: Mapping[str, Any], batches: Sequence[Any]) -> None:
+    """Quantize the model in place, as the job says."""
+    import modelopt.torch.quantization as mtq
+    import torch
+
+    def forward(module: Any) -> None:
+        with torch.no_grad():
+            for ids in batches:
+                module(ids, use_cache=False)
+
+    if "auto" in job:
+        mtq.auto_quantize(
+            model,
+            constraints={"effective_bits": job["auto"]["effective_bits"]},
+            quantization_formats=[_format_config(numerics) for numerics in job["auto"]["formats"]],
+            data_loader=list(batches),
+            forward_step=lambda module, ids: module(ids, use_cache=False).logits,
+            disabled_layers=["*conv1d*", "*gate*", "*lm_head*"],
+            method="kl_div",
+        )
+        return
+    if "recipe" in job:
+        from modelopt.recipe import load_recipe
+
+        config = load_recipe(job["recipe"]).quantize.model_dump()
+    else:
+        config = _restored(job["config"])
+    mtq.quantize(model, config, forward_loop=forward)
+
+
+def _format_config(numerics: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that stores all weights in one format and rounds inputs to it, for auto_quantize."""
+    cfg = _restored(dict(numerics))
+    entries = [
+        {"quantizer_name": "*", "enable": False},
+        {"quantizer_name": "*weight_quantizer*", "enable": True, "cfg": cfg},
+        {"quantizer_name": "*input_quantizer", "enable": True, "cfg": cfg},
+    ]
+    return {"quant_cfg": entries, "algorithm": "max"}
 
 
 def _restored(value: Any) -> Any:

@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from nemo_build.bundle import replace_directory, require_output, sha256_json
 from nemo_build.errors import CheckpointError, UserError
 from nemo_build.export.checkpoint import INDEX, Checkpoint
-from nemo_build.export.ledger import Ledger, reconcile
+from nemo_build.export.ledger import Ledger, TensorRule, reconcile
 from nemo_build.export.models import expected_tensors
 from nemo_build.export.names import collapse
 from nemo_build.export.quantize import layout
@@ -21,7 +21,10 @@ from nemo_build.export.quantize.calibration import Calibration, calibrate
 from nemo_build.export.quantize.recipe import Assignment, Recipe, assign
 from nemo_build.export.quantize.streaming import DTYPES, ShardJob, largest, run_jobs
 from nemo_build.plugins.codecs import fp8, nvfp4
+from nemo_build.plugins.formats import INPUT_SCALE, format_of
 from nemo_build.spec import ModelSpec, load_spec
+
+Engine = Literal["streaming", "modelopt"]
 
 _SKIPPED_SUFFIXES = (".safetensors", ".index.json")
 _REWRITTEN = ("config.json", "hf_quant_config.json")
@@ -69,12 +72,13 @@ def quantize_checkpoint(
     *,
     sequences: list[list[int]],
     sequences_source: str,
+    engine: Engine | None = None,
     workers: int = 1,
     min_coverage: int = 0,
     force: bool = False,
     progress: QuantizeProgress | None = None,
 ) -> QuantizeResult:
-    """Quantize a checkpoint, streaming.
+    """Quantize a checkpoint.
 
     The new checkpoint is made in a hidden directory beside `out`; when the same job was stopped before, it goes on
     there.
@@ -85,6 +89,7 @@ def quantize_checkpoint(
         recipe: What is quantized how.
         sequences: Token ids to calibrate on; unused if the recipe needs no calibration.
         sequences_source: Name of the text they come from.
+        engine: ``streaming`` or ``modelopt``; by default the former wherever the recipe allows.
         workers: Processes (threads, where there is one shard).
         min_coverage: Fail if fewer tokens than this chose an expert whose inputs are rounded.
         force: Replace `out` if it is a quantized checkpoint of ours.
@@ -101,10 +106,51 @@ def quantize_checkpoint(
     checkpoint = Checkpoint.open(source)
     ledger = reconcile(checkpoint, expected)
     _require_unquantized(checkpoint, ledger)
-    assignments = assign(recipe, expected)
+    if engine == "streaming" and recipe.needs_modelopt:
+        raise UserError(f"The recipe {recipe.name} needs the modelopt engine.")
+    use_modelopt = engine == "modelopt" or recipe.needs_modelopt
+    assignments = assign(recipe, expected) if recipe.rules else {}
     work = out.with_name(f".{out.name}.quantize")
-    _open_work(work, _job_identity(checkpoint, recipe, sequences))
+    _open_work(work, {"modelopt": use_modelopt, **_job_identity(checkpoint, recipe, sequences)})
 
+    calibration = None
+    if use_modelopt:
+        assignments = _run_modelopt(source, work, recipe, assignments, sequences, expected)
+        kv_cache = _stored_cache(work)
+    else:
+        calibration = _run_streaming(
+            work,
+            checkpoint,
+            spec,
+            recipe,
+            assignments,
+            sequences,
+            sequences_source,
+            workers,
+            min_coverage,
+            progress,
+        )
+        kv_cache = recipe.kv_cache
+    _write_metadata(source, work, kv_cache, assignments, expected)
+    quantized = reconcile(Checkpoint.open(work), expected)
+    _publish(work, out)
+    before, after = ledger.bytes_by_role, quantized.bytes_by_role
+    return QuantizeResult(source, out, spec, recipe, assignments, before, after, calibration)
+
+
+def _run_streaming(
+    work: Path,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    recipe: Recipe,
+    assignments: Mapping[str, Assignment],
+    sequences: list[list[int]],
+    sequences_source: str,
+    workers: int,
+    min_coverage: int,
+    progress: QuantizeProgress | None,
+) -> Calibration | None:
+    """Calibrate if need be, and pack shard by shard."""
     calibration = None
     if recipe.needs_calibration:
         calibration = _calibration(
@@ -116,12 +162,44 @@ def quantize_checkpoint(
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     report = progress.start("packing weights", total) if progress else None
     run_jobs(jobs, workers=workers, progress=report)
+    return calibration
 
-    _write_metadata(source, work, recipe, assignments, expected)
-    quantized = reconcile(Checkpoint.open(work), expected)
-    _publish(work, out)
-    before, after = ledger.bytes_by_role, quantized.bytes_by_role
-    return QuantizeResult(source, out, spec, recipe, assignments, before, after, calibration)
+
+def _run_modelopt(
+    source: Path,
+    work: Path,
+    recipe: Recipe,
+    assignments: Mapping[str, Assignment],
+    sequences: list[list[int]],
+    expected: Mapping[str, TensorRule],
+) -> dict[str, Assignment]:
+    """Let ModelOpt quantize; returns how each projection is stored, from what it wrote."""
+    from nemo_build.export.quantize import modelopt_engine
+
+    folder = work / "modelopt"
+    if not any(work.glob("*.safetensors")):
+        shutil.rmtree(folder, ignore_errors=True)
+        modelopt_engine.run(source, folder, recipe, assignments, sequences)
+        for path in [*folder.glob("*.safetensors"), *folder.glob(INDEX)]:
+            path.rename(work / path.name)
+    shutil.rmtree(folder, ignore_errors=True)
+    written = Checkpoint.open(work)
+    found = {}
+    for name, rule in expected.items():
+        module = name.removesuffix(".weight")
+        if rule.projection and name in written.tensors and written.tensors[name].dtype not in DTYPES:
+            stored = format_of(written.tensors[name].dtype)
+            assert stored is not None, "ModelOpt wrote a dtype of a known format"
+            given = assignments.get(module)
+            search = given.search if given else False
+            found[module] = Assignment(stored.NAME, search, f"{module}.{INPUT_SCALE}" in written.tensors)
+    return found
+
+
+def _stored_cache(work: Path) -> str:
+    """Whether the checkpoint has scales of an FP8 cache."""
+    names = Checkpoint.open(work).tensors
+    return "fp8" if any(n.endswith((".k_scale", ".v_scale")) for n in names) else "none"
 
 
 def _is_quantized_by_us(directory: Path) -> bool:
@@ -297,9 +375,9 @@ def _shared_amax(checkpoint: Checkpoint, assignments: Mapping[str, Assignment]) 
 def _write_metadata(
     source: Path,
     work: Path,
-    recipe: Recipe,
+    kv_cache: str,
     assignments: Mapping[str, Assignment],
-    expected: Mapping[str, Any],
+    expected: Mapping[str, TensorRule],
 ) -> None:
     """Index, configurations, and every other file of the source."""
     for path in sorted(source.iterdir()):
@@ -312,7 +390,7 @@ def _write_metadata(
     kept = [
         n.removesuffix(".weight") for n, r in expected.items() if r.projection or n.endswith(unquantizable)
     ]
-    quant = layout.hf_quant_config(assignments, [k for k in kept if k not in assignments], recipe.kv_cache)
+    quant = layout.hf_quant_config(assignments, [k for k in kept if k not in assignments], kv_cache)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = layout.quantization_config(quant)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -6,15 +6,24 @@
     description: experts in NVFP4, Mamba projections in FP8
     rules:
       - match: ["backbone.layers.*.mixer.experts.*", lm_head]
-        weights: nvfp4-four-over-six     # nvfp4, nvfp4-four-over-six or fp8
+        weights: nvfp4-four-over-six     # or nvfp4, fp8, fp8-least-error
         activations: false               # whether the input is rounded too (W4A4, W8A8)
       - match: ["backbone.layers.*.mixer.in_proj"]
         weights: fp8
         activations: true
     kv_cache: fp8                        # none or fp8
+    algorithm: gptq                      # optional: a calibration algorithm of ModelOpt's
+
+Instead of rules a recipe may have ``auto``: ModelOpt then chooses each projection's format under a budget.
+
+.. code-block:: yaml
+
+    auto: {effective_bits: 5.5, formats: [nvfp4, fp8]}
 
 A pattern is a shell pattern (``*``, ``?``, ``[...]``) over names of projections, as checkpoints spell them. Rules do
 not override each other: a projection that two rules match, and a pattern that matches none, are errors.
+
+ModelOpt's own recipe files are taken as well; the ModelOpt engine then runs them as they are.
 """
 
 from __future__ import annotations
@@ -34,11 +43,21 @@ from nemo_build.plugins.formats import formats
 
 SHIPPED = Path(__file__).parent / "recipes"
 
-WEIGHTS = {"nvfp4": ("nvfp4", False), "nvfp4-four-over-six": ("nvfp4", True), "fp8": ("fp8", False)}
-"""What a rule may say of weights -> (stored format, whether block scales are chosen four-over-six)."""
+WEIGHTS = {
+    "nvfp4": ("nvfp4", False),
+    "nvfp4-four-over-six": ("nvfp4", True),
+    "fp8": ("fp8", False),
+    "fp8-least-error": ("fp8", True),
+}
+"""What a rule may say of weights -> (stored format, whether scales are searched).
+
+A search takes, of two scales, the one with the smaller squared error: for each block of NVFP4 those that map its
+largest value to 6 and to 4, for a whole FP8 weight those that map its largest value, and 1.5 times that, to 448.
+"""
 
 _RULE_KEYS = {"match", "weights", "activations"}
-_RECIPE_KEYS = {"description", "rules", "kv_cache"}
+_RECIPE_KEYS = {"description", "rules", "kv_cache", "algorithm", "auto"}
+_AUTO_KEYS = {"effective_bits", "formats"}
 
 
 @dataclass(frozen=True)
@@ -59,17 +78,28 @@ class Recipe:
         description: One sentence.
         rules: What is quantized; everything else is kept.
         kv_cache: ``none`` or ``fp8``.
+        algorithm: A calibration algorithm of ModelOpt's, or ``None``.
+        auto: Budget and formats of an automatic choice, or ``None``.
+        modelopt: Path of a recipe file of ModelOpt's, which replaces all of the above.
     """
 
     name: str
     description: str
     rules: tuple[Rule, ...]
     kv_cache: str
+    algorithm: str | dict[str, Any] | None = None
+    auto: dict[str, Any] | None = None
+    modelopt: str | None = None
+
+    @property
+    def needs_modelopt(self) -> bool:
+        """Whether only the ModelOpt engine can do it."""
+        return self.algorithm is not None or self.auto is not None or self.modelopt is not None
 
     @property
     def needs_calibration(self) -> bool:
         """Whether scales of activations or caches must be measured on a text."""
-        return self.kv_cache != "none" or any(r.activations for r in self.rules)
+        return self.needs_modelopt or self.kv_cache != "none" or any(r.activations for r in self.rules)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -81,7 +111,7 @@ class Assignment:
     """How one projection is to be stored."""
 
     format: str
-    four_over_six: bool
+    search: bool
     activations: bool
 
 
@@ -103,6 +133,10 @@ def load_recipe(name: str) -> Recipe:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {error}") from error
+    if isinstance(data, dict) and "quantize" in data and "rules" not in data:
+        metadata = data.get("metadata")
+        description = metadata.get("description", "") if isinstance(metadata, dict) else ""
+        return Recipe(path.stem, str(description).strip(), (), "none", modelopt=str(path.resolve()))
     problems: list[str] = []
     recipe = _parse(path.stem, data, problems)
     if problems:
@@ -164,15 +198,35 @@ def _parse(name: str, data: Any, problems: list[str]) -> Recipe:
         problems.append("it is not a mapping with a list of rules")
         return Recipe(name, "", (), "none")
     problems += [f"unknown key {key!r}" for key in data if key not in _RECIPE_KEYS]
-    rules = data.get("rules")
-    if not isinstance(rules, list) or not rules:
+    auto = _parse_auto(data.get("auto"), problems)
+    rules = data.get("rules") or ([] if auto else None)
+    if auto and rules:
+        problems.append("it has both rules and auto")
+    elif not auto and (not isinstance(rules, list) or not rules):
         problems.append("rules is not a list with at least one rule")
         rules = []
     kv_cache = data.get("kv_cache", "none")
     if kv_cache not in ("none", "fp8"):
         problems.append(f"kv_cache is {kv_cache!r}; it may be none or fp8")
-    parsed = tuple(_parse_rule(i, rule, problems) for i, rule in enumerate(rules))
-    return Recipe(name, str(data.get("description", "")), parsed, kv_cache)
+    algorithm = data.get("algorithm")
+    if not (algorithm is None or isinstance(algorithm, (str, dict))):
+        problems.append(f"algorithm is {algorithm!r}; it may be a name, or a mapping with a method")
+    parsed = tuple(_parse_rule(i, rule, problems) for i, rule in enumerate(rules or []))
+    return Recipe(name, str(data.get("description", "")), parsed, kv_cache, algorithm, auto)
+
+
+def _parse_auto(data: Any, problems: list[str]) -> dict[str, Any] | None:
+    if data is None:
+        return None
+    if not isinstance(data, dict) or set(data) != _AUTO_KEYS:
+        problems.append("auto is not a mapping with effective_bits and formats")
+        return None
+    bits, chosen = data["effective_bits"], data["formats"]
+    if not isinstance(bits, (int, float)) or isinstance(bits, bool) or not 4 < bits <= 16:
+        problems.append(f"auto: effective_bits is {bits!r}; it may be above 4 and at most 16")
+    if not isinstance(chosen, list) or not chosen or any(c not in WEIGHTS for c in chosen):
+        problems.append(f"auto: formats is {chosen!r}; it may list {', '.join(WEIGHTS)}")
+    return {"effective_bits": bits, "formats": chosen}
 
 
 def _parse_rule(index: int, data: Any, problems: list[str]) -> Rule:

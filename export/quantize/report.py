@@ -42,7 +42,7 @@ def build_report(result: QuantizeResult, evaluation: Evaluation | None, skipped:
         "weights": {
             module: {
                 "format": a.format,
-                "four_over_six": a.four_over_six,
+                "search": a.search,
                 "activations": a.activations,
                 "rmse": errors[module].rmse,
                 "sqnr_db": errors[module].sqnr,

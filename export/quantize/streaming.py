@@ -182,13 +182,23 @@ def _quantize(
     amax: float | None,
     threads: int,
 ) -> None:
-    """Write codes and scales of one weight; two passes over its rows, the first for the largest value."""
+    """Write codes and scales of one weight; several passes over its rows, the first for the largest value."""
     if amax is None:
         amax = largest(source, info)
+    if assignment.format == "fp8" and assignment.search:
+        amax = float(
+            fp8.choose_amax(
+                amax,
+                DTYPES[info.dtype],
+                lambda a: sum(
+                    fp8.squared_error(rows, a, threads=threads) for rows in _row_chunks(source, info)
+                ),
+            )
+        )
     block_scales = bytearray()
     for rows in _row_chunks(source, info):
         if assignment.format == "nvfp4":
-            packed = nvfp4.encode(rows, four_over_six=assignment.four_over_six, amax=amax, threads=threads)
+            packed = nvfp4.encode(rows, four_over_six=assignment.search, amax=amax, threads=threads)
             target.write(packed.codes.tobytes())
             block_scales += packed.scales.tobytes()
             scale = packed.scale_2

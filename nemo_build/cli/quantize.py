@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -32,6 +33,11 @@ from nemo_build.cli._console import bars, force_option, json_option, print_json,
     show_default=True,
     help="Fail below this.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["streaming", "modelopt"]),
+    help="[default: streaming, where the recipe allows]",
+)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that pack.")
 @click.option(
     "--evaluate/--no-evaluate",
@@ -49,6 +55,7 @@ def command(
     calib_samples: int,
     calib_length: int,
     min_coverage: int,
+    engine: Literal["streaming", "modelopt"] | None,
     workers: int,
     evaluate: bool,
     force: bool,
@@ -79,6 +86,7 @@ def command(
             recipe,
             sequences=sequences,
             sequences_source=text.name,
+            engine=engine,
             workers=workers,
             min_coverage=min_coverage,
             force=force,

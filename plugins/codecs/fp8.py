@@ -13,7 +13,7 @@ where ModelOpt writes NaN from 464 on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,28 @@ def least_error_amax(
     """
     weight = checks.contiguous(weight)
     amax = checks.finite_amax(weight, threads)
+    return choose_amax(amax, weight.dtype, lambda c: squared_error(weight, c, threads=threads), multipliers)
+
+
+def choose_amax(
+    amax: float | np.float32,
+    dtype: Any,
+    error: Callable[[np.float32], float],
+    multipliers: Sequence[float] = (1.0, 1.5),
+) -> np.float32:
+    """:func:`least_error_amax` for a weight that is not in memory as a whole.
+
+    Args:
+        amax: The weight's largest magnitude.
+        dtype: The weight's NumPy dtype.
+        error: Gives the :func:`squared_error` of the whole weight for a candidate.
+        multipliers: What `amax` is multiplied by.
+    """
     with np.errstate(all="ignore"):
-        candidates = [amax * np.float32(m) for m in multipliers]
+        candidates = [np.float32(amax) * np.float32(m) for m in multipliers]
         # In float32, where ModelOpt's sums overflow for weights past 1e18: it then takes the first.
-        errors = [np.float32(squared_error(weight, c, threads=threads)) for c in candidates]
-        best = candidates[int(np.argmin(errors))].astype(weight.dtype).astype(np.float32)
+        errors = [np.float32(error(c)) for c in candidates]
+        best = candidates[int(np.argmin(errors))].astype(dtype).astype(np.float32)
     return np.float32(best if np.isfinite(best) else amax)
 
 
