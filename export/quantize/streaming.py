@@ -8,7 +8,6 @@ job that was killed goes on where it was and ends with the same bytes.
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from nemo_build.errors import CheckpointError
 from nemo_build.export.checkpoint import TensorInfo
 from nemo_build.export.quantize.recipe import Assignment
-from nemo_build.plugins.codecs import fp8, nvfp4
+from nemo_build.plugins.codecs import checks, fp8, nvfp4
 
 DTYPES: Mapping[str, Any] = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
 """NumPy types of the safetensors dtypes that can be quantized."""
@@ -219,15 +218,14 @@ def largest(source: IO[bytes], info: TensorInfo) -> float:
     amax = 0.0
     first_row = 0
     for rows in _row_chunks(source, info):
-        values = np.abs(rows.astype(np.float32))
-        found = float(values.max())
-        if not math.isfinite(found):
-            bad = np.argwhere(~np.isfinite(values))
-            place = [int(bad[0][0]) + first_row, int(bad[0][1])]
+        try:
+            amax = max(amax, float(checks.finite_amax(rows)))
+        except ValueError:
+            row, column = np.argwhere(~np.isfinite(rows.astype(np.float32)))[0]
+            place = [int(row) + first_row, int(column)]
             raise CheckpointError(
                 f"{info.name} cannot be quantized: it holds values that are not finite, the first at {place}."
-            )
-        amax = max(amax, found)
+            ) from None
         first_row += len(rows)
     return amax
 

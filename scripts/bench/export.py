@@ -18,10 +18,11 @@ import datetime
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from _process import run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -71,16 +72,6 @@ print()
 print(json.dumps({"seconds": seconds, "peak_rss": peak, "nodes": len(list(program.model.graph)),
                   "torch": torch.__version__}))
 """
-
-
-def run(code: str, *arguments: object) -> dict[str, float]:
-    """Run Python code in a process of its own; its last line is JSON."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"the measured process failed:\n{done.stderr[-2000:]}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def main() -> None:

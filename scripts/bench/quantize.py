@@ -16,11 +16,13 @@ import argparse
 import datetime
 import json
 import math
-import subprocess
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from _process import run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARAMETERS_30B = 30e9
@@ -66,16 +68,6 @@ print(json.dumps({"rate": total / cpu}))
 """
 
 
-def run(code: str, *arguments: object) -> dict[str, float]:
-    """Run Python code in a process of its own; its last line is JSON."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"the measured process failed:\n{done.stderr[-2000:]}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def write_layers(folder: Path) -> int:
     """A checkpoint of one Mamba and one MoE layer at full width; returns the parameters of its projections."""
     import ml_dtypes
@@ -116,13 +108,13 @@ def main() -> None:
         peer = run(PEER, shard)
         for name, weights in RECIPES.items():
             measured = run(OURS, source, Path(folder) / "out", weights, options.workers)
-            subprocess.run(["rm", "-rf", Path(folder) / "out"], check=True)
+            shutil.rmtree(Path(folder) / "out")
             rate = parameters / measured["cpu"]
             rows[name] = {**measured, "rate": rate, "hours_30b": PARAMETERS_30B / rate / 3600}
             print(
                 f"{name}: {rate / 1e6:.0f} M parameters per CPU-second ({rate / peer['rate']:.1f} x ModelOpt's plain "
-                f"packer, {peer['rate'] / 1e6:.0f} M), {measured['wall']:.1f} s for {parameters / 1e9:.2f} G parameters "
-                f"with reading and writing, peak RSS {measured['peak_rss'] / 1e6:.0f} MB; "
+                f"packer, {peer['rate'] / 1e6:.0f} M), {measured['wall']:.1f} s for {parameters / 1e9:.2f} G parameters"
+                f" with reading and writing, peak RSS {measured['peak_rss'] / 1e6:.0f} MB; "
                 f"30B extrapolated: {PARAMETERS_30B / rate / 60:.1f} CPU-minutes"
             )
     record = {
