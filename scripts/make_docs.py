@@ -63,10 +63,66 @@ def _params(title: str, params: tuple[Param, ...]) -> list[str]:
 def benchmarks_page() -> str:
     """Measured figures, from the JSON that the benchmarks write."""
     parts = [NOTE, "# Benchmarks\n\nEvery figure is measured by the command named with it.\n"]
-    path = DOCS / "results" / "export.json"
-    if path.is_file():
-        parts.append(_export_section(json.loads(path.read_text(encoding="utf-8"))))
+    sections = {
+        "export": _export_section,
+        "quantize": _quantize_section,
+        "pack": _pack_section,
+        "recipes": _recipes_section,
+    }
+    for name, section in sections.items():
+        path = DOCS / "results" / f"{name}.json"
+        if path.is_file():
+            parts.append(section(json.loads(path.read_text(encoding="utf-8"))))
     return "\n".join(parts)
+
+
+def _quantize_section(record: dict[str, Any]) -> str:
+    rows = [
+        "| weights only | parameters per CPU-second | ratio | peak memory | 30B, extrapolated |",
+        "|---|---|---|---|---|",
+    ]
+    for name, r in record["ours"].items():
+        ratio, minutes = r["rate"] / record["peer_rate"], 60 * r["hours_30b"]
+        rows.append(
+            f"| {name} | {r['rate'] / 1e6:.0f} M | {ratio:.1f} | {r['peak_rss'] / 1e6:.0f} MB "
+            f"| {minutes:.1f} CPU-minutes |"
+        )
+    return (
+        f"## Quantization\n\nOn a CPU, {record['date']}, `{record['command']}`: a Mamba and an MoE layer at the 30B "
+        f"release's widths ({record['parameters'] / 1e9:.2f} G parameters, BF16), streamed from disk to disk. Ratio to "
+        f"ModelOpt's own NVFP4 packer on weights in memory, {record['peer_rate'] / 1e6:.0f} M, in the same run.\n\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def _pack_section(record: dict[str, Any]) -> str:
+    rows = ["| | M parameters per CPU-second |", "|---|---|"]
+    rows += [f"| {name} | {r['mparam_per_cpu_second']:.0f} |" for name, r in record["results"].items()]
+    return (
+        f"## Packing\n\nOn a CPU, {record['date']}, `{record['command']}`: weights {record['shape']} in BF16 in "
+        "memory, one thread, by instruction set; `reference` is plain NumPy.\n\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _recipes_section(record: dict[str, Any]) -> str:
+    rows = [
+        "| recipe | bytes | KL mean | KL p99 | same top token | perplexity |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, r in record["recipes"].items():
+        e = r["evaluation"]
+        rows.append(
+            f"| {name} | {r['bytes']:,} | {e['kl_mean']:.5f} | {e['kl_p99']:.4f} | {100 * e['top1']:.2f} % "
+            f"| {e['perplexity']:.4f} |"
+        )
+    original = next(iter(record["recipes"].values()))["evaluation"]
+    return (
+        f"## Recipes on the demo checkpoint\n\n{record['date']}, `{record['command']}`: {original['tokens']} positions "
+        f"of text; perplexity of the original {original['perplexity_original']:.4f}.\n\n"
+        + "\n".join(rows)
+        + "\n"
+    )
 
 
 def _export_section(record: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -21,8 +22,10 @@ from click.testing import CliRunner
 
 from nemo_build.cli import cli
 from nemo_build.demo import CHECKPOINT
+from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.engines.compare import compare_checkpoints
 from nemo_build.engines.ort import OrtSession
+from nemo_build.engines.session import StepBatch
 from nemo_build.errors import CheckpointError, UserError
 from nemo_build.export.checkpoint import Checkpoint
 from nemo_build.export.exporter import export_bundle
@@ -33,8 +36,10 @@ from nemo_build.export.quantize.quantizer import quantize_checkpoint
 from nemo_build.export.quantize.recipe import Recipe, Rule, assign, load_recipe, shipped_recipes
 from nemo_build.export.quantize.streaming import DTYPES
 from nemo_build.plugins.codecs import fp8, nvfp4
+from nemo_build.runtime import Engine, SamplingParams
 from nemo_build.spec import BlockKind, load_spec
 
+from .mtp_reference import save_with_mtp
 from .tiny import feed, reference_model
 
 STREAMED = [name for name in shipped_recipes() if not load_recipe(name).needs_modelopt]
@@ -367,6 +372,53 @@ quantize_checkpoint(Path({str(source)!r}), Path(sys.argv[1]), load_recipe("light
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
+def test_quantized_mtp_module(tmp_path):
+    """The MTP module's weights can be quantized too; its inputs cannot be measured, so they cannot be rounded."""
+    source = tmp_path / "source"
+    wide = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
+    save_with_mtp(source, hybrid_override_pattern="M*E", **wide)
+    with pytest.raises(UserError, match=r"mtp\.layers\.1\.mixer\.experts\.\{0\.\.7\}"):
+        run(source, tmp_path / "out", Recipe("r", "", (Rule(("mtp.*",), "fp8", True),), "none"))
+    result = run(source, tmp_path / "out", Recipe("r", "", (Rule(("mtp.*",), "nvfp4", False),), "none"))
+    assert "mtp.layers.0.eh_proj" in result.assignments
+    outputs = []
+    for name in ("source", "out"):
+        export_bundle(tmp_path / name, tmp_path / f"{name}.bundle")
+        session = OrtSession(tmp_path / f"{name}.bundle" / "mtp.onnx", slots=1, context=64, hidden=True)
+        hidden = np.random.default_rng(0).standard_normal((1, 20, 48)).astype(np.float32)
+        batch = StepBatch.of_rows([TOKENS[0][:20]], past=[0], slots=[0], logits="all")
+        outputs.append(session.step(replace(batch, hidden_in=hidden)).logits)
+    error = np.linalg.norm(outputs[1] - outputs[0]) / np.linalg.norm(outputs[0])
+    assert 0 < error < 0.5
+
+
+def test_experts_in_several_formats_are_refused(source, tmp_path):
+    rules = (Rule(("backbone.layers.1.mixer.experts.[0-3].*",), "fp8", False),)
+    run(source, tmp_path / "out", Recipe("r", "", rules, "none"))
+    with pytest.raises(CheckpointError, match="several formats"):
+        export_bundle(tmp_path / "out", tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_input_that_is_always_zero(source, tmp_path):
+    """A projection whose input never is anything but zero gets a scale all the same, and is listed."""
+    dead = tmp_path / "dead"
+    shutil.copytree(source, dead)
+    checkpoint = Checkpoint.open(dead)
+    for e in range(8):
+        info = checkpoint.tensors[f"backbone.layers.1.mixer.experts.{e}.up_proj.weight"]
+        with open(dead / info.file, "r+b") as file:
+            file.seek(info.offset)
+            file.write(bytes(info.nbytes))
+    result = run(dead, tmp_path / "out", "nvfp4-experts")
+    assert result.calibration.unmeasured == [
+        f"backbone.layers.1.mixer.experts.{e}.down_proj" for e in range(8)
+    ]
+    stored = tensors(tmp_path / "out")
+    assert np.isfinite(stored["backbone.layers.1.mixer.experts.0.down_proj.input_scale"])
+    assert not stored["backbone.layers.1.mixer.experts.0.up_proj.weight"].any()
+
+
 def test_calibration_texts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
     assert read_texts(tmp_path / "a.jsonl") == ["one", "two"]
@@ -404,6 +456,7 @@ def test_command_line_on_the_demo_checkpoint(tmp_path):
     assert result.stdout.startswith("import os")
 
 
+@pytest.mark.slow
 def test_recipes_are_ordered_as_theory_says(tmp_path):
     """On the demo checkpoint: fewer bits or rounded activations cost more; the same is nothing."""
     from nemo_build.export.quantize.calibration import DEFAULT_TEXT
@@ -417,6 +470,12 @@ def test_recipes_are_ordered_as_theory_says(tmp_path):
             CHECKPOINT, tmp_path / name, load_recipe(name), sequences=sequences, sequences_source="t"
         )
         found[name], _ = compare_checkpoints(CHECKPOINT, tmp_path / name, sequences)
+        export_bundle(tmp_path / name, tmp_path / f"{name}.bundle")
+        options = BuildOptions(max_sequences=1, max_context=64)
+        build_engine(tmp_path / f"{name}.bundle", tmp_path / f"{name}.engine", options=options)
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        engine = Engine.load(tmp_path / f"{name}.engine")
+        assert len(engine.generate("import os", params)[0].token_ids) == 5
     same, _ = compare_checkpoints(CHECKPOINT, CHECKPOINT, sequences)
     assert same.kl_mean == pytest.approx(0, abs=1e-9)
     assert same.top1 == 1

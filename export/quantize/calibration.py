@@ -44,6 +44,7 @@ class Calibration:
         amax: Largest absolute input of each projection that needed it, and under ``NAME.output`` the largest
             absolute output of key and value projections.
         tokens_per_expert: For each layer with experts, how many tokens chose each expert.
+        unmeasured: Projections whose input was always zero, so that their scale is that of the weight.
     """
 
     source: str
@@ -52,6 +53,7 @@ class Calibration:
     tokens: int
     amax: dict[str, float] = field(default_factory=dict)
     tokens_per_expert: dict[str, list[int]] = field(default_factory=dict)
+    unmeasured: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

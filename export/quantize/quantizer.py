@@ -110,6 +110,7 @@ def quantize_checkpoint(
         raise UserError(f"The recipe {recipe.name} needs the modelopt engine.")
     use_modelopt = engine == "modelopt" or recipe.needs_modelopt
     assignments = assign(recipe, expected) if recipe.rules else {}
+    _require_measurable(assignments)
     work = out.with_name(f".{out.name}.quantize")
     _open_work(work, {"modelopt": use_modelopt, **_job_identity(checkpoint, recipe, sequences)})
 
@@ -157,7 +158,7 @@ def _run_streaming(
             work, checkpoint, spec, sequences, assignments, recipe, sequences_source, progress
         )
         _require_coverage(calibration, assignments, min_coverage)
-    scalars = _scalars(spec, recipe, assignments, calibration)
+    scalars = _scalars(checkpoint, recipe, assignments, calibration)
     jobs = _jobs(checkpoint, work, assignments, scalars)
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     report = progress.start("packing weights", total) if progress else None
@@ -208,6 +209,17 @@ def _is_quantized_by_us(directory: Path) -> bool:
         return str(config["producer"]["version"]).startswith("nemo-build")
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _require_measurable(assignments: Mapping[str, Assignment]) -> None:
+    """Calibration runs the trunk; what the MTP module sees is not measured."""
+    mtp = [name for name, a in assignments.items() if a.activations and name.startswith("mtp.")]
+    if mtp:
+        raise UserError(
+            "The inputs of the MTP module cannot be rounded, for calibration does not reach them:",
+            [text for text, _ in collapse(mtp)],
+            "Quantize its weights only (activations: false).",
+        )
 
 
 def _require_unquantized(checkpoint: Checkpoint, ledger: Ledger) -> None:
@@ -298,7 +310,10 @@ def _require_coverage(calibration: Calibration, assignments: Mapping[str, Assign
 
 
 def _scalars(
-    spec: ModelSpec, recipe: Recipe, assignments: Mapping[str, Assignment], calibration: Calibration | None
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    assignments: Mapping[str, Assignment],
+    calibration: Calibration | None,
 ) -> dict[str, tuple[tuple[str, float], ...]]:
     """Scales of activations and caches, by the weight they are written after."""
     scalars: dict[str, list[tuple[str, float]]] = {}
@@ -307,6 +322,9 @@ def _scalars(
             assert calibration is not None, "a recipe that rounds activations is calibrated"
             scale = nvfp4.activation_scale if assignment.format == "nvfp4" else fp8.activation_scale
             amax = calibration.amax.get(_amax_key(module), 0.0)
+            if amax == 0:  # the input was always zero: any scale does, the weight's size is a plain choice
+                amax = _largest_weight(checkpoint, module)
+                calibration.unmeasured.append(module)
             scalars.setdefault(f"{module}.weight", []).append((f"{module}.input_scale", float(scale(amax))))
     if recipe.kv_cache == "fp8":
         assert calibration is not None, "a recipe with an FP8 cache is calibrated"
@@ -363,13 +381,14 @@ def _shared_amax(checkpoint: Checkpoint, assignments: Mapping[str, Assignment]) 
             or assignment.format != "nvfp4"
         ):
             continue
-        found = []
-        for m in group:
-            info = checkpoint.tensors[f"{m}.weight"]
-            with open(checkpoint.files[info.file].path_real, "rb") as source:
-                found.append(largest(source, info))
-        shared |= dict.fromkeys(group, max(found))
+        shared |= dict.fromkeys(group, max(_largest_weight(checkpoint, m) for m in group))
     return shared
+
+
+def _largest_weight(checkpoint: Checkpoint, module: str) -> float:
+    info = checkpoint.tensors[f"{module}.weight"]
+    with open(checkpoint.files[info.file].path_real, "rb") as source:
+        return largest(source, info)
 
 
 def _write_metadata(
