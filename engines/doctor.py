@@ -14,6 +14,7 @@ from typing import Any
 
 import nemo_build
 from nemo_build.engines.plan import host_memory
+from nemo_build.plugins.codecs import native
 from nemo_build.settings import cache_directory, threads
 
 _PACKAGES = (
@@ -52,7 +53,11 @@ class Backend:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` finds. Memory in bytes; versions are ``None`` for packages that are not installed."""
+    """What :func:`diagnose` finds.
+
+    Memory in bytes; versions are ``None`` for packages that are not installed; ``packers`` is the instruction set of
+    the native code that packs weights, or that it was not built (then NumPy does it).
+    """
 
     versions: dict[str, str | None]
     cpu: str
@@ -61,6 +66,7 @@ class Diagnosis:
     memory: int
     gpus: tuple[str, ...]
     cache: str
+    packers: str
     backends: tuple[Backend, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -84,6 +90,7 @@ def diagnose() -> Diagnosis:
         memory=host_memory(),
         gpus=_gpus(),
         cache=str(cache_directory()),
+        packers=native.describe(),
         backends=(
             _try_onnxruntime("CPUExecutionProvider", "onnxruntime (cpu)"),
             _try_onnxruntime("CUDAExecutionProvider", "onnxruntime (cuda)"),

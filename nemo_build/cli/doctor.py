@@ -27,6 +27,7 @@ def command(as_json: bool) -> None:
             "memory": size(found.memory),
             "gpus": "; ".join(found.gpus) or "none found",
             "build cache": found.cache,
+            "weight packers": found.packers,
         }
     )
     click.echo()
