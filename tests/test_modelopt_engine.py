@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -163,3 +164,16 @@ def test_untested_versions_are_refused(monkeypatch):
     monkeypatch.setattr(modelopt_cpu, "TESTED_VERSIONS", ("0.0.0",))
     with pytest.raises(UserError, match=r"tested with 0\.0\.0"):
         modelopt_cpu.enable.__wrapped__()
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", {"method": "mse"}], ids=str)
+def test_calibration_algorithms(source, tmp_path, algorithm):
+    """Algorithms of ModelOpt's that need the model: the same layout, other codes than plain rounding."""
+    plain = load_recipe("w4a16")
+    searched = run(source, tmp_path / "searched", replace(plain, algorithm=algorithm))
+    assert searched.assignments.keys() == run(source, tmp_path / "plain", plain).assignments.keys()
+    a, b = tensors(tmp_path / "searched"), tensors(tmp_path / "plain")
+    assert set(a) == set(b)
+    if algorithm == "gptq":
+        assert any(not np.array_equal(a[n], b[n]) for n in a if n.endswith("up_proj.weight"))
+    export_bundle(tmp_path / "searched", tmp_path / "bundle")
