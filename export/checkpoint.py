@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".nemo", ".distcp", ".npz")
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".nemo", ".distcp", ".npz")
 _HINT_DOWNLOAD = "Download the incomplete files again."
 _HINT_POINTER = "Run `git lfs pull` in the repository to fetch the files that the pointers stand for."
 
@@ -164,7 +164,7 @@ class _Opening:
             self.problems.append(f"{SINGLE} and {INDEX} describe different tensors: which is meant?")
 
     def _raise_without_weights(self, listing: list[str]) -> None:
-        found = [n for n in listing if n.endswith((*_OTHER_FORMATS, ".safetensors"))]
+        found = [n for n in listing if n.endswith((*OTHER_FORMATS, ".safetensors"))]
         wanted = f"{SINGLE}, {INDEX} or model-00001-of-0000N.safetensors"
         if not found:
             raise CheckpointError(f"{self.directory}: no weights", hint=f"Expected {wanted}.")

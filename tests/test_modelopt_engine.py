@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -128,9 +129,15 @@ def test_automatic_choice_keeps_to_its_budget(source, tmp_path):
     formats = {a.format for a in result.assignments.values()}
     assert formats <= {"nvfp4", "fp8"}
     assert formats
-    ledger = reconcile(Checkpoint.open(tmp_path / "out"), expected_tensors(load_spec(source)))
+    expected = expected_tensors(load_spec(source))
+    ledger = reconcile(Checkpoint.open(tmp_path / "out"), expected)
     export_bundle(tmp_path / "out", tmp_path / "bundle")
     assert any(info.dtype == "U8" for _, info in ledger.entries.values())
+    weights = {n for n, r in expected.items() if r.projection and n.startswith("backbone.")}
+    bits = {"U8": 4.5, "F8_E4M3": 8, "BF16": 16}
+    count = {n: math.prod(expected[n].shape) for n in weights}
+    spent = sum(bits[ledger.entries[n][1].dtype] * count[n] for n in weights)
+    assert spent / sum(count.values()) < 8, "6.5 by ModelOpt's own count, which weighs layers otherwise"
 
 
 def test_recipe_files_of_modelopt(source, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
 import signal
@@ -133,8 +132,8 @@ def _check_metadata(directory: Path, result) -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(source, tmp_path, workers):
-    run(source, tmp_path / "a", "w4a16")
-    run(source, tmp_path / "b", "w4a16", workers=workers)
+    run(source, tmp_path / "a", "lightning")
+    run(source, tmp_path / "b", "lightning", workers=workers)
     for path in sorted((tmp_path / "a").iterdir()):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
 
@@ -338,17 +337,16 @@ def test_another_job_does_not_take_over(source, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_at_random_moments(source, tmp_path):
-    """Killed again and again and started again, a job ends with the same bytes."""
+    """Killed again and again while it works, and started again, a job ends with the same bytes."""
     code = f"""
 import sys, time
 from pathlib import Path
 from nemo_build.export.quantize import streaming
 from nemo_build.export.quantize.quantizer import quantize_checkpoint
-from nemo_build.export.quantize.streaming import DTYPES
 from nemo_build.export.quantize.recipe import load_recipe
 write = streaming._quantize
 def slow(*a):
-    time.sleep(0.01)
+    time.sleep(0.03)
     return write(*a)
 streaming._quantize = slow
 quantize_checkpoint(Path({str(source)!r}), Path(sys.argv[1]), load_recipe("lightning"),
@@ -356,17 +354,22 @@ quantize_checkpoint(Path({str(source)!r}), Path(sys.argv[1]), load_recipe("light
 """
     run(source, tmp_path / "whole", "lightning")
     rng = random.Random(0)
-    for attempt in range(30):
+    work, kills = tmp_path / ".out.quantize", 0
+    for _ in range(40):
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path / "out")], stderr=subprocess.PIPE
         )
-        if attempt < 29:
-            time.sleep(rng.uniform(0.5, 4))
-            os.kill(process.pid, signal.SIGKILL)
+        while process.poll() is None and not any(work.glob("*.partial")):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.5))
+        if kills < 6:
+            process.kill()
         process.communicate(timeout=120)
         if process.returncode == 0:
             break
-    assert (tmp_path / "out").is_dir()
+        assert process.returncode == -signal.SIGKILL
+        kills += 1
+    assert kills >= 2
     for path in sorted((tmp_path / "whole").iterdir()):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
@@ -394,10 +397,11 @@ def test_quantized_mtp_module(tmp_path):
 
 def test_experts_in_several_formats_are_refused(source, tmp_path):
     rules = (Rule(("backbone.layers.1.mixer.experts.[0-3].*",), "fp8", False),)
-    run(source, tmp_path / "out", Recipe("r", "", rules, "none"))
-    with pytest.raises(CheckpointError, match="several formats"):
-        export_bundle(tmp_path / "out", tmp_path / "bundle")
-    assert not (tmp_path / "bundle").exists()
+    with pytest.raises(
+        UserError, match=r"layers\.1\.mixer\.experts: the experts of a layer must all be stored"
+    ):
+        run(source, tmp_path / "out", Recipe("r", "", rules, "none"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_input_that_is_always_zero(source, tmp_path):
@@ -419,9 +423,74 @@ def test_input_that_is_always_zero(source, tmp_path):
     assert not stored["backbone.layers.1.mixer.experts.0.up_proj.weight"].any()
 
 
+def test_one_job_at_a_time(source, tmp_path):
+    from nemo_build.export.quantize import quantizer
+
+    with quantizer._exclusive(tmp_path / ".out.quantize"), pytest.raises(UserError, match="Another process"):
+        run(source, tmp_path / "out", "w4a16")
+
+
+def test_model_that_computes_nan(source, tmp_path):
+    """A weight that is not quantized, but not finite, is found where the model is run."""
+    bad = tmp_path / "bad"
+    shutil.copytree(source, bad)
+    info = Checkpoint.open(bad).tensors["backbone.layers.2.norm.weight"]
+    with open(bad / info.file, "r+b") as file:
+        file.seek(info.offset)
+        file.write(np.array([np.nan]).astype(ml_dtypes.bfloat16).tobytes())
+    with pytest.raises(CheckpointError, match=r"not finite in backbone\.layers\.2"):
+        run(bad, tmp_path / "out", "lightning")
+
+
+def test_cache_and_weights_of_zero(source, tmp_path):
+    """A layer that has been zeroed out is quantized like any other."""
+    dead = tmp_path / "dead"
+    shutil.copytree(source, dead)
+    checkpoint = Checkpoint.open(dead)
+    for name in ("v_proj", "o_proj"):
+        info = checkpoint.tensors[f"backbone.layers.3.mixer.{name}.weight"]
+        with open(dead / info.file, "r+b") as file:
+            file.seek(info.offset)
+            file.write(bytes(info.nbytes))
+    for name in ("lightning", "fp8", "nvfp4"):
+        run(dead, tmp_path / name, name)
+        assert all(
+            np.isfinite(v.astype(np.float32)).all()
+            for n, v in tensors(tmp_path / name).items()
+            if "scale" in n
+        )
+
+
+def test_index_with_other_names(source, tmp_path):
+    """Shards of any name, and one numbered shard, keep an index."""
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    index = json.loads((other / "model.safetensors.index.json").read_text())
+    for file in sorted(set(index["weight_map"].values())):
+        (other / file).rename(other / f"weights-{file[6:11]}.safetensors")
+    index["weight_map"] = {n: f"weights-{f[6:11]}.safetensors" for n, f in index["weight_map"].items()}
+    (other / "model.safetensors.index.json").write_text(json.dumps(index))
+    (other / "sub").mkdir()
+    (other / "sub" / "note").write_text("carried over")
+    (other / "calibration.json").write_text("the user's own")
+    (other / "pytorch_model.bin").write_text("left out")
+    run(other, tmp_path / "out", "lightning")
+    run(source, tmp_path / "plain", "lightning")
+    a, b = tensors(tmp_path / "out"), tensors(tmp_path / "plain")
+    assert set(a) == set(b)
+    assert (tmp_path / "out" / "sub" / "note").is_file()
+    assert (tmp_path / "out" / "calibration.json").read_text() == "the user's own"
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
 def test_calibration_texts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
     assert read_texts(tmp_path / "a.jsonl") == ["one", "two"]
+    (tmp_path / "u.jsonl").write_text('{"text": "a\u2028b\u0085c"}\n', encoding="utf-8")
+    assert read_texts(tmp_path / "u.jsonl") == ["a\u2028b\u0085c"]
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(UserError, match="cannot be used"):
+        read_texts(tmp_path / "empty.txt")
     (tmp_path / "b.txt").write_text("one\nline\n\ntwo\n\n\n")
     assert [t.strip() for t in read_texts(tmp_path / "b.txt")] == ["one\nline", "two"]
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n[]\n{"x": 1}\n')

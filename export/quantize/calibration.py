@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from nemo_build.errors import UserError
+from nemo_build.errors import CheckpointError, UserError
 from nemo_build.export.blocks import StepInputs, blocks
 from nemo_build.export.checkpoint import Checkpoint, TensorInfo
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
@@ -78,21 +78,30 @@ def read_texts(path: Path) -> list[str]:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The calibration text {path} cannot be read: {error}") from error
-    if path.suffix != ".jsonl":
-        return [p for p in content.split("\n\n") if p.strip()]
     texts, problems = [], []
-    for number, line in enumerate(content.splitlines(), 1):
+    if path.suffix != ".jsonl":
+        texts = [p for p in content.split("\n\n") if p.strip()]
+        content = ""
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError):
+            text = None
+        if isinstance(text, str):
+            texts.append(text)
+        else:
             problems.append(f"line {number} is not an object with a text")
-            continue
-        texts.append(str(text))
     if problems or not texts:
         raise UserError(f"The calibration text {path} cannot be used:", problems or ["it is empty"])
     return texts
+
+
+def record(sequences: Sequence[Sequence[int]], source: str) -> Calibration:
+    """A calibration with nothing measured yet: what it is run on."""
+    digest = hashlib.sha256(json.dumps([list(map(int, s)) for s in sequences]).encode()).hexdigest()
+    return Calibration(source, digest, len(sequences), sum(map(len, sequences)))
 
 
 def calibrate(
@@ -115,10 +124,15 @@ def calibrate(
         source: Name of the text, for the record.
         kv_cache: Whether keys and values are measured.
         progress: Called with 1 after each layer.
+
+    Raises:
+        UserError: There is no text, or the shards lie in several directories.
+        CheckpointError: The model computes values that are not finite.
     """
+    if not sequences:
+        raise UserError(f"The calibration text {source} has no sequence of at least two tokens.")
     lengths = [len(s) for s in sequences]
-    digest = hashlib.sha256(json.dumps([list(map(int, s)) for s in sequences]).encode()).hexdigest()
-    result = Calibration(source, digest, len(sequences), sum(lengths))
+    result = record(sequences, source)
     wanted = {name for name, a in assignments.items() if a.activations}
     with tempfile.TemporaryDirectory(prefix="nemo-build-") as folder:
         shape = (sum(lengths), spec.hidden_size)
@@ -155,7 +169,10 @@ def _head_input(checkpoint: Checkpoint, spec: ModelSpec, hidden: Array, result: 
 
 def _note(result: Calibration, name: str, values: NDArray[Any]) -> None:
     if values.size:
-        result.amax[name] = max(result.amax.get(name, 0.0), float(np.abs(values).max()))
+        largest = float(np.abs(values).max())
+        if not np.isfinite(largest):
+            raise CheckpointError(f"The model computes values that are not finite at {name}.")
+        result.amax[name] = max(result.amax.get(name, 0.0), largest)
 
 
 class _Probe(GraphBuilder):
@@ -217,7 +234,9 @@ class _Layer:
     def _graph(self, inputs: set[str], outputs: set[str]) -> tuple[ir.Model, str, dict[str, str]]:
         """The layer as a graph of its own: hidden states in and out, and the probed values."""
         real = {name: shard.path_real for name, shard in self._checkpoint.files.items()}
-        folder = str(next(iter(real.values())).parent)
+        folders = sorted({str(path.parent) for path in real.values()})
+        if len(folders) > 1:
+            raise UserError("The checkpoint's shards lie in several directories:", folders)
         g = _Probe(
             "layer",
             self._checkpoint.tensors,
@@ -242,16 +261,19 @@ class _Layer:
                 ("batch", "steps", f"width_{i}"),
                 kind,
             )
-        return g.finish({}), folder, names
+        return g.finish({}), folders[0], names
 
     def run(self, hidden: Array, lengths: Sequence[int], result: Calibration) -> None:
         """Advance the hidden states of all sequences by this layer, and note what is to be measured."""
         counts = np.zeros(self._spec.moe.num_experts if self._spec.moe else 0, np.int64)
+        routed: list[tuple[NDArray[Any], NDArray[Any]]] = []
         for start, n in _spans(lengths):
             x = np.asarray(hidden[start : start + n])[None]
             names = ["y", *self._probed.values()]
             out = dict(zip(names, self._session.run(names, self._feeds(x)), strict=True))
             hidden[start : start + n] = out["y"][0]
+            if not np.isfinite(out["y"]).all():
+                raise CheckpointError(f"The model computes values that are not finite in {self._prefix}.")
             found = {name: out[label] for name, label in self._probed.items()}
             for name, values in found.items():
                 if name.endswith(".indices"):
@@ -259,7 +281,11 @@ class _Layer:
                 elif not name.endswith(".input"):
                     _note(result, name, values)
             if self._expert_inputs:
-                self._note_experts(found, result)
+                prefix = f"{self._prefix}.mixer.experts"
+                routed.append((found[f"{prefix}.input"][0], found[f"{prefix}.indices"][0]))
+        if routed:
+            x, indices = (np.concatenate(parts) for parts in zip(*routed, strict=True))
+            self._note_experts(x, indices, result)
         if self._kind is BlockKind.MOE:
             result.tokens_per_expert[self._prefix] = counts.tolist()
 
@@ -279,10 +305,9 @@ class _Layer:
             feeds[state.name] = np.zeros(shape, np.float32)
         return {k: v for k, v in feeds.items() if k in {i.name for i in self._session.get_inputs()}}
 
-    def _note_experts(self, found: Mapping[str, NDArray[Any]], result: Calibration) -> None:
+    def _note_experts(self, x: NDArray[Any], indices: NDArray[Any], result: Calibration) -> None:
         """Inputs of the experts' projections; all experts of a layer share one scale a projection."""
         prefix = f"{self._prefix}.mixer.experts"
-        x, indices = found[f"{prefix}.input"][0], found[f"{prefix}.indices"][0]
         _note(result, f"{prefix}.up_proj", x)
         for e in np.unique(indices):
             rows = x[(indices == e).any(axis=-1)]

@@ -131,8 +131,7 @@ def _main(job_file: Path) -> None:
     from nemo_build.export.quantize import modelopt_cpu
 
     job = json.loads(job_file.read_text(encoding="utf-8"))
-    if not torch.cuda.is_available():
-        modelopt_cpu.enable()
+    modelopt_cpu.enable()  # the model stays on the CPU, on a machine with a GPU too
     from modelopt.torch.export import export_hf_checkpoint
 
     source = Path(job["source"])

@@ -3,33 +3,40 @@
 
 from __future__ import annotations
 
+import fcntl
+import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from nemo_build.bundle import replace_directory, require_output, sha256_json
+import nemo_build
+from nemo_build.bundle import replace_directory, require_output, sha256_file, sha256_json
 from nemo_build.errors import CheckpointError, UserError
-from nemo_build.export.checkpoint import INDEX, Checkpoint
+from nemo_build.export.checkpoint import INDEX, OTHER_FORMATS, SINGLE, Checkpoint
 from nemo_build.export.ledger import Ledger, TensorRule, reconcile
 from nemo_build.export.models import expected_tensors
 from nemo_build.export.names import collapse
 from nemo_build.export.quantize import layout
-from nemo_build.export.quantize.calibration import Calibration, calibrate
+from nemo_build.export.quantize.calibration import Calibration, calibrate, record
 from nemo_build.export.quantize.recipe import Assignment, Recipe, assign
 from nemo_build.export.quantize.streaming import DTYPES, ShardJob, largest, run_jobs
+from nemo_build.export.safetensors_header import read_header
 from nemo_build.plugins.codecs import fp8, nvfp4
 from nemo_build.plugins.formats import INPUT_SCALE, format_of
 from nemo_build.spec import ModelSpec, load_spec
 
 Engine = Literal["streaming", "modelopt"]
 
-_SKIPPED_SUFFIXES = (".safetensors", ".index.json")
+_SKIPPED_SUFFIXES = (".safetensors", ".index.json", *OTHER_FORMATS)
 _REWRITTEN = ("config.json", "hf_quant_config.json")
+_NOTES = ".nemo-build"
 _JOB = "job.json"
 _CALIBRATION = "calibration.json"
+_MODELOPT = "modelopt.json"
 
 
 class QuantizeProgress(Protocol):
@@ -91,7 +98,7 @@ def quantize_checkpoint(
         sequences_source: Name of the text they come from.
         engine: ``streaming`` or ``modelopt``; by default the former wherever the recipe allows.
         workers: Processes (threads, where there is one shard).
-        min_coverage: Fail if fewer tokens than this chose an expert whose inputs are rounded.
+        min_coverage: Fail if fewer tokens than this chose some expert.
         force: Replace `out` if it is a quantized checkpoint of ours.
         progress: Told of the long phases.
 
@@ -111,32 +118,42 @@ def quantize_checkpoint(
     use_modelopt = engine == "modelopt" or recipe.needs_modelopt
     assignments = assign(recipe, expected) if recipe.rules else {}
     _require_measurable(assignments)
+    if min_coverage and (use_modelopt or not recipe.needs_calibration):
+        raise UserError("A minimum coverage needs the streaming engine and a recipe that is calibrated.")
     work = out.with_name(f".{out.name}.quantize")
-    _open_work(work, {"modelopt": use_modelopt, **_job_identity(checkpoint, recipe, sequences)})
-
-    calibration = None
-    if use_modelopt:
-        assignments = _run_modelopt(source, work, recipe, assignments, sequences, expected)
-        kv_cache = _stored_cache(work)
-    else:
-        calibration = _run_streaming(
+    with _exclusive(work):
+        _open_work(
             work,
-            checkpoint,
-            spec,
-            recipe,
-            assignments,
-            sequences,
-            sequences_source,
-            workers,
-            min_coverage,
-            progress,
+            {
+                "engine": "modelopt" if use_modelopt else "streaming",
+                **_job_identity(checkpoint, recipe, sequences),
+            },
         )
-        kv_cache = recipe.kv_cache
-    _write_metadata(source, work, kv_cache, assignments, expected)
-    quantized = reconcile(Checkpoint.open(work), expected)
-    _publish(work, out)
-    before, after = ledger.bytes_by_role, quantized.bytes_by_role
-    return QuantizeResult(source, out, spec, recipe, assignments, before, after, calibration)
+
+        calibration = None
+        if use_modelopt:
+            assignments = _run_modelopt(source, work, recipe, assignments, sequences, expected)
+            calibration = record(sequences, sequences_source)
+            kv_cache = _stored_cache(work)
+        else:
+            calibration = _run_streaming(
+                work,
+                checkpoint,
+                spec,
+                recipe,
+                assignments,
+                sequences,
+                sequences_source,
+                workers,
+                min_coverage,
+                progress,
+            )
+            kv_cache = recipe.kv_cache
+        _write_metadata(source, work, kv_cache, assignments, expected)
+        quantized = reconcile(Checkpoint.open(work), expected)
+        _publish(work, out)
+        before, after = ledger.bytes_by_role, quantized.bytes_by_role
+        return QuantizeResult(source, out, spec, recipe, assignments, before, after, calibration)
 
 
 def _run_streaming(
@@ -157,7 +174,7 @@ def _run_streaming(
         calibration = _calibration(
             work, checkpoint, spec, sequences, assignments, recipe, sequences_source, progress
         )
-        _require_coverage(calibration, assignments, min_coverage)
+        _require_coverage(calibration, min_coverage)
     scalars = _scalars(checkpoint, recipe, assignments, calibration)
     jobs = _jobs(checkpoint, work, assignments, scalars)
     total = sum(info.nbytes for info in checkpoint.tensors.values())
@@ -178,11 +195,13 @@ def _run_modelopt(
     from nemo_build.export.quantize import modelopt_engine
 
     folder = work / "modelopt"
-    if not any(work.glob("*.safetensors")):
+    done = work / _NOTES / _MODELOPT
+    if not done.is_file():
         shutil.rmtree(folder, ignore_errors=True)
         modelopt_engine.run(source, folder, recipe, assignments, sequences)
-        for path in [*folder.glob("*.safetensors"), *folder.glob(INDEX)]:
-            path.rename(work / path.name)
+        for path in [*work.glob("*.safetensors"), *folder.glob("*.safetensors")]:
+            path.replace(work / path.name)
+        done.touch()
     shutil.rmtree(folder, ignore_errors=True)
     written = Checkpoint.open(work)
     found = {}
@@ -190,10 +209,16 @@ def _run_modelopt(
         module = name.removesuffix(".weight")
         if rule.projection and name in written.tensors and written.tensors[name].dtype not in DTYPES:
             stored = format_of(written.tensors[name].dtype)
-            assert stored is not None, "ModelOpt wrote a dtype of a known format"
+            if stored is None:
+                dtype = written.tensors[name].dtype
+                raise UserError(
+                    f"ModelOpt stored {name} as {dtype}, a format that this version does not have."
+                )
             given = assignments.get(module)
             search = given.search if given else False
             found[module] = Assignment(stored.NAME, search, f"{module}.{INPUT_SCALE}" in written.tensors)
+    if not found:
+        raise UserError(f"The recipe {recipe.name} quantizes no projection.")
     return found
 
 
@@ -241,7 +266,11 @@ def _job_identity(checkpoint: Checkpoint, recipe: Recipe, sequences: list[list[i
     for name, shard in sorted(checkpoint.files.items()):
         status = shard.path_real.stat()
         files[name] = [shard.header_digest, status.st_size, status.st_mtime_ns]
+    source = Path(recipe.modelopt) if recipe.modelopt else None
     return {
+        "nemo_build": nemo_build.__version__,
+        "modelopt": _modelopt_version() if recipe.needs_modelopt else None,
+        "recipe_file": None if source is None else sha256_file(source),
         "checkpoint": checkpoint.digest,
         "files": files,
         "recipe": recipe.to_json(),
@@ -249,16 +278,39 @@ def _job_identity(checkpoint: Checkpoint, recipe: Recipe, sequences: list[list[i
     }
 
 
+def _modelopt_version() -> str | None:
+    try:
+        return importlib.metadata.version("nvidia-modelopt")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@contextmanager
+def _exclusive(work: Path) -> Iterator[None]:
+    """Hold the job's directory. Raises UserError if another process does."""
+    path = work.with_name(f"{work.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"Another process is quantizing into {work}.") from None
+        try:
+            yield
+        finally:
+            path.unlink()
+
+
 def _open_work(work: Path, identity: dict[str, Any]) -> None:
     """Make the working directory, or keep it if it is of the same job."""
-    note = work / _JOB
+    note = work / _NOTES / _JOB
     try:
         if json.loads(note.read_text(encoding="utf-8")) == json.loads(json.dumps(identity)):
             return
     except (OSError, ValueError):
         pass  # no job, or one that was cut off before it had begun
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    note.parent.mkdir(parents=True)
     temporary = note.with_suffix(".partial")
     temporary.write_text(json.dumps(identity), encoding="utf-8")
     temporary.rename(note)
@@ -275,7 +327,7 @@ def _calibration(
     progress: QuantizeProgress | None,
 ) -> Calibration:
     """Calibrate, or take what the stopped job had measured."""
-    note = work / _CALIBRATION
+    note = work / _NOTES / _CALIBRATION
     if note.is_file():
         return Calibration(**json.loads(note.read_text(encoding="utf-8")))
     report = progress.start("calibrating", len(spec.layers)) if progress else None
@@ -294,12 +346,10 @@ def _calibration(
     return measured
 
 
-def _require_coverage(calibration: Calibration, assignments: Mapping[str, Assignment], minimum: int) -> None:
-    rounded = {n.split(".mixer.")[0] for n, a in assignments.items() if a.activations and ".experts." in n}
+def _require_coverage(calibration: Calibration, minimum: int) -> None:
     problems = [
         f"{layer}: experts {', '.join(map(str, experts))}"
         for layer, experts in calibration.unreached(minimum).items()
-        if layer in rounded
     ]
     if minimum and problems:
         raise UserError(
@@ -321,21 +371,28 @@ def _scalars(
         if assignment.activations:
             assert calibration is not None, "a recipe that rounds activations is calibrated"
             scale = nvfp4.activation_scale if assignment.format == "nvfp4" else fp8.activation_scale
-            amax = calibration.amax.get(_amax_key(module), 0.0)
-            if amax == 0:  # the input was always zero: any scale does, the weight's size is a plain choice
-                amax = _largest_weight(checkpoint, module)
-                calibration.unmeasured.append(module)
+            amax = _positive(checkpoint, module, calibration.amax.get(_amax_key(module), 0.0), calibration)
             scalars.setdefault(f"{module}.weight", []).append((f"{module}.input_scale", float(scale(amax))))
     if recipe.kv_cache == "fp8":
         assert calibration is not None, "a recipe with an FP8 cache is calibrated"
         for name, amax in calibration.amax.items():
             if name.endswith(".output"):
                 module = name.removesuffix(".output")
+                amax = _positive(checkpoint, module, amax, calibration)
                 scale_name = f"{module}.{'k' if module.endswith('k_proj') else 'v'}_scale"
                 scalars.setdefault(f"{module}.weight", []).append(
                     (scale_name, float(fp8.activation_scale(amax)))
                 )
     return {name: tuple(values) for name, values in scalars.items()}
+
+
+def _positive(checkpoint: Checkpoint, module: str, amax: float, calibration: Calibration) -> float:
+    """What was measured; where that was always zero, any scale does: the weight's largest value, or one."""
+    if amax > 0:
+        return amax
+    if module not in calibration.unmeasured:
+        calibration.unmeasured.append(module)
+    return _largest_weight(checkpoint, module) or 1.0
 
 
 def _amax_key(module: str) -> str:
@@ -400,11 +457,10 @@ def _write_metadata(
 ) -> None:
     """Index, configurations, and every other file of the source."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_SKIPPED_SUFFIXES) and path.name not in _REWRITTEN:
+        if path.is_dir() and not path.name.startswith("."):
+            shutil.copytree(path, work / path.name, dirs_exist_ok=True)
+        elif path.is_file() and not path.name.endswith(_SKIPPED_SUFFIXES) and path.name not in _REWRITTEN:
             shutil.copyfile(path, work / path.name)
-    more = source / "additional_chat_templates"
-    if more.is_dir():
-        shutil.copytree(more, work / more.name, dirs_exist_ok=True)
     unquantizable = ("gate.weight", "conv1d.weight", "embeddings.weight")
     kept = [
         n.removesuffix(".weight") for n, r in expected.items() if r.projection or n.endswith(unquantizable)
@@ -414,21 +470,19 @@ def _write_metadata(
     config["quantization_config"] = layout.quantization_config(quant)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (work / "hf_quant_config.json").write_text(json.dumps(quant, indent=4) + "\n", encoding="utf-8")
-    (work / INDEX).unlink(missing_ok=True)
-    written = Checkpoint.open(work)
-    if len(written.files) > 1:
-        weight_map = {name: info.file for name, info in sorted(written.tensors.items())}
+    headers = {path.name: read_header(path, path.name) for path in sorted(work.glob("*.safetensors"))}
+    if list(headers) != [SINGLE]:
+        tensors = [info for header in headers.values() for info in header.tensors]
         index = {
-            "metadata": {"total_size": sum(info.nbytes for info in written.tensors.values())},
-            "weight_map": weight_map,
+            "metadata": {"total_size": sum(info.nbytes for info in tensors)},
+            "weight_map": {info.name: info.file for info in sorted(tensors, key=lambda info: info.name)},
         }
         (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _publish(work: Path, out: Path) -> None:
     """Drop the job's notes and give the directory its name."""
-    for name in (_JOB, _CALIBRATION):
-        (work / name).unlink(missing_ok=True)
+    shutil.rmtree(work / _NOTES)
     if out.exists():
         replace_directory(work, out)
     else:

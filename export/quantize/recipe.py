@@ -58,6 +58,7 @@ largest value to 6 and to 4, for a whole FP8 weight those that map its largest v
 _RULE_KEYS = {"match", "weights", "activations"}
 _RECIPE_KEYS = {"description", "rules", "kv_cache", "algorithm", "auto"}
 _AUTO_KEYS = {"effective_bits", "formats"}
+_AUTO_FORMATS = ("nvfp4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def assign(recipe: Recipe, expected: Mapping[str, TensorRule]) -> dict[str, Assi
         for names, _ in collapse(name for name, found in twice.items() if found == both):
             problems.append(f"{names} is matched by {both}")
     chosen = {name: found[0][1] for name, found in hits.items() if len(found) == 1}
-    problems += _width_problems(chosen, projections)
+    problems += _width_problems(chosen, projections) + _expert_problems(chosen, projections)
     if problems:
         known = ", ".join(text for text, _ in collapse(projections))
         raise UserError(
@@ -181,6 +182,19 @@ def assign(recipe: Recipe, expected: Mapping[str, TensorRule]) -> dict[str, Assi
         for name in projections
         if name in chosen
     }
+
+
+def _expert_problems(chosen: Mapping[str, Rule], projections: Mapping[str, TensorRule]) -> list[str]:
+    """The experts of a layer run as one op, so they are all stored alike."""
+    kinds: dict[str, set[tuple[str, bool] | None]] = {}
+    for name in projections:
+        layer, dot, _ = name.partition(".experts.")
+        if dot:
+            rule = chosen.get(name)
+            kind = None if rule is None else (rule.weights, rule.activations)
+            kinds.setdefault(f"{layer}.experts", set()).add(kind)
+    mixed = [name for name, found in kinds.items() if len(found) > 1]
+    return [f"{text}: the experts of a layer must all be stored alike" for text, _ in collapse(mixed)]
 
 
 def _width_problems(chosen: Mapping[str, Rule], projections: Mapping[str, TensorRule]) -> list[str]:
@@ -199,13 +213,13 @@ def _parse(name: str, data: Any, problems: list[str]) -> Recipe:
         return Recipe(name, "", (), "none")
     problems += [f"unknown key {key!r}" for key in data if key not in _RECIPE_KEYS]
     auto = _parse_auto(data.get("auto"), problems)
+    kv_cache = data.get("kv_cache", "none")
     rules = data.get("rules") or ([] if auto else None)
-    if auto and rules:
-        problems.append("it has both rules and auto")
+    if auto and (rules or "algorithm" in data or kv_cache != "none"):
+        problems.append("auto goes with neither rules, nor algorithm, nor kv_cache")
     elif not auto and (not isinstance(rules, list) or not rules):
         problems.append("rules is not a list with at least one rule")
         rules = []
-    kv_cache = data.get("kv_cache", "none")
     if kv_cache not in ("none", "fp8"):
         problems.append(f"kv_cache is {kv_cache!r}; it may be none or fp8")
     algorithm = data.get("algorithm")
@@ -224,8 +238,8 @@ def _parse_auto(data: Any, problems: list[str]) -> dict[str, Any] | None:
     bits, chosen = data["effective_bits"], data["formats"]
     if not isinstance(bits, (int, float)) or isinstance(bits, bool) or not 4 < bits <= 16:
         problems.append(f"auto: effective_bits is {bits!r}; it may be above 4 and at most 16")
-    if not isinstance(chosen, list) or not chosen or any(c not in WEIGHTS for c in chosen):
-        problems.append(f"auto: formats is {chosen!r}; it may list {', '.join(WEIGHTS)}")
+    if not isinstance(chosen, list) or not chosen or any(c not in _AUTO_FORMATS for c in chosen):
+        problems.append(f"auto: formats is {chosen!r}; it may list {', '.join(_AUTO_FORMATS)}")
     return {"effective_bits": bits, "formats": chosen}
 
 

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,11 +91,15 @@ def run_jobs(jobs: list[ShardJob], *, workers: int, progress: Callable[[int], No
             run_job(job, threads=workers)
             report(job)
         return
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(run_job, job): job for job in left}
-        for future in as_completed(running):
-            future.result()
-            report(running[future])
+        try:
+            for future in as_completed(running):
+                future.result()
+                report(running[future])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def run_job(job: ShardJob, threads: int = 1) -> None:

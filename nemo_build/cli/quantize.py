@@ -9,6 +9,7 @@ from typing import Literal
 import click
 
 from nemo_build.cli._console import bars, force_option, json_option, print_json, size
+from nemo_build.errors import UserError
 
 
 @click.command()
@@ -79,6 +80,8 @@ def command(
         tokenizer = Tokenizer.load(checkpoint)
         tokens = (tokenizer.encode(t)[:calib_length] for t in read_texts(text)[:calib_samples])
         sequences = [t for t in tokens if len(t) > 1]
+        if not sequences:
+            raise UserError(f"The text {text} has no sequence of at least two tokens.")
     with bars() as progress:
         result = quantize_checkpoint(
             checkpoint,
@@ -94,7 +97,10 @@ def command(
         )
         comparison, skipped = None, "it was not asked for"
         if evaluate:
-            comparison, skipped = compare_checkpoints(checkpoint, out, sequences, progress)
+            try:
+                comparison, skipped = compare_checkpoints(checkpoint, out, sequences, progress)
+            except UserError as error:
+                skipped = error.headline
     report = build_report(result, comparison, skipped)
     write_report(out, report)
     if as_json:
