@@ -14,17 +14,12 @@ from numpy.typing import NDArray
 
 from nemo_build.export.checkpoint import Checkpoint, TensorInfo
 from nemo_build.export.quantize.recipe import Assignment
+from nemo_build.export.quantize.streaming import DTYPES
 from nemo_build.plugins.formats import formats
 
 SAMPLED_ROWS = 64
 
-_DTYPES: Mapping[str, Any] = {
-    "BF16": ml_dtypes.bfloat16,
-    "F16": np.float16,
-    "F32": np.float32,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "U8": np.uint8,
-}
+_STORED: Mapping[str, Any] = {**DTYPES, "F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8}
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,6 @@ def _rows(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
     if not info.shape:
         with open(checkpoint.files[info.file].path_real, "rb") as file:
             file.seek(info.offset)
-            return np.frombuffer(file.read(info.nbytes), _DTYPES[info.dtype]).reshape(())
+            return np.frombuffer(file.read(info.nbytes), _STORED[info.dtype]).reshape(())
     path = checkpoint.files[info.file].path_real
-    return np.memmap(path, _DTYPES[info.dtype], "r", info.offset, info.shape)
+    return np.memmap(path, _STORED[info.dtype], "r", info.offset, info.shape)

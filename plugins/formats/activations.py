@@ -19,7 +19,7 @@ _FLOAT8E4M3FN = 17  # onnx.TensorProto.FLOAT8E4M3FN
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
 _SMALLEST_SCALE = 2.0**-9  # of E4M3; a block scale never underflows to zero
-BLOCK = 16
+BLOCK = 16  # of NVFP4
 
 
 def none(out: str, x: str, scale: str, tag: str) -> str:

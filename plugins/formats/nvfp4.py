@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_build.plugins.codecs import nvfp4 as codec
 from nemo_build.plugins.formats import Part
 
 NAME = "nvfp4"
 DTYPES = ("U8",)
 ACTIVATIONS = "nvfp4"
-BLOCK = 16
+BLOCK = codec.BLOCK
 
-_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 _FLOAT, _INT32 = 1, 6  # onnx.TensorProto
 
 
@@ -37,7 +36,7 @@ def parts(shape: tuple[int, int]) -> dict[str, Part]:
 def dequantize(out: str, parts: list[str], like: str) -> str:
     """Table look-up of the halves of each byte, times the scales; in float32, whatever the type of `like`."""
     weight, scale, scale_2 = parts
-    values = ", ".join(str(float(v)) for v in _VALUES)
+    values = ", ".join(str(float(v)) for v in codec.E2M1)
     return f"""
       {out}_table = Constant <value_floats = [{values}]> ()
       {out}_mask_i = Constant <value_int = 15> ()
@@ -65,8 +64,4 @@ def dequantize(out: str, parts: list[str], like: str) -> str:
 
 def decode(weight: NDArray[Any], scale: NDArray[Any], scale_2: NDArray[Any]) -> NDArray[np.float32]:
     """The weight in float32; `weight` is uint8 ``[N, K/2]``, `scale` float8_e4m3fn ``[N, K/16]``."""
-    codes = np.stack([weight & 15, weight >> 4], axis=-1).reshape(*scale.shape, BLOCK)
-    e2m1 = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    scales = scale.astype(np.float32) * np.float32(np.asarray(scale_2).reshape(-1)[0])
-    values: NDArray[np.float32] = (e2m1 * scales[..., None]).reshape(weight.shape[0], -1)
-    return values
+    return codec.decode(weight, scale, float(np.asarray(scale_2).reshape(-1)[0]))
