@@ -30,12 +30,13 @@ from nemo_build.export.checkpoint import Checkpoint
 from nemo_build.export.exporter import export_bundle
 from nemo_build.export.ledger import reconcile
 from nemo_build.export.models import expected_tensors
-from nemo_build.export.quantize.calibration import calibrate, read_texts
+from nemo_build.export.quantize.calibration import DEFAULT_TEXT, calibrate, read_texts
 from nemo_build.export.quantize.quantizer import quantize_checkpoint
 from nemo_build.export.quantize.recipe import Recipe, Rule, assign, load_recipe, shipped_recipes
 from nemo_build.export.quantize.streaming import DTYPES
 from nemo_build.plugins.codecs import fp8, nvfp4
 from nemo_build.runtime import Engine, SamplingParams
+from nemo_build.runtime.tokenizer import Tokenizer
 from nemo_build.spec import BlockKind, load_spec
 
 from .mtp_reference import save_with_mtp
@@ -503,15 +504,19 @@ def test_calibration_texts(tmp_path):
 
 def test_command_line_on_the_demo_checkpoint(tmp_path):
     """Quantize, compare, export, build, generate; the report is there in both forms."""
+    (tmp_path / "eval.txt").write_text("def main():\n    return 1\n\nLists are mutable sequences.\n")
     options = ["--recipe", "lightning", "--calib-samples", "8", "--calib-length", "64"]
+    options += ["--eval", str(tmp_path / "eval.txt")]
     done = CliRunner().invoke(
         cli, ["quantize", str(CHECKPOINT), "-o", str(tmp_path / "q"), *options], catch_exceptions=False
     )
     assert "KL mean" in done.stdout
     report = json.loads((tmp_path / "q" / "quant_report.json").read_text())
-    assert report["evaluation"]["tokens"] == report["calibration"]["tokens"]
+    tokenizer = Tokenizer.load(CHECKPOINT)
+    texts = ("def main():\n    return 1", "Lists are mutable sequences.\n")
+    assert report["evaluation"]["tokens"] == sum(len(tokenizer.encode(t)) for t in texts)
     assert 0 < report["evaluation"]["kl_mean"] < 0.5
-    assert report["evaluation"]["top1"] > 0.7
+    assert report["evaluation"]["top1"] > 0.5
     page = (tmp_path / "q" / "quant_report.html").read_text()
     assert "lightning" in page
     assert page.count("<rect") == 16 * len(report["calibration"]["tokens_per_expert"])
@@ -528,9 +533,6 @@ def test_command_line_on_the_demo_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_recipes_are_ordered_as_theory_says(tmp_path):
     """On the demo checkpoint: fewer bits or rounded activations cost more; the same is nothing."""
-    from nemo_build.export.quantize.calibration import DEFAULT_TEXT
-    from nemo_build.runtime.tokenizer import Tokenizer
-
     tokenizer = Tokenizer.load(CHECKPOINT)
     sequences = [tokenizer.encode(t)[:128] for t in read_texts(DEFAULT_TEXT)[:10]]
     found = {}

@@ -32,19 +32,25 @@ from nemo_build.errors import UserError
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Fail below this.",
+    help="Fail if fewer tokens of the text choose some expert.",
 )
 @click.option(
     "--engine",
     type=click.Choice(["streaming", "modelopt"]),
-    help="[default: streaming, where the recipe allows]",
+    help="Who quantizes  [default: streaming, where the recipe allows]",
 )
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that pack.")
 @click.option(
     "--evaluate/--no-evaluate",
     default=True,
     show_default=True,
-    help="Compare with the original.",
+    help="Compare the result with the original, if both fit in memory.",
+)
+@click.option(
+    "--eval",
+    "eval_text",
+    type=click.Path(path_type=Path),
+    help="Text to compare them on  [default: the calibration text]",
 )
 @force_option
 @json_option
@@ -59,6 +65,7 @@ def command(
     engine: Literal["streaming", "modelopt"] | None,
     workers: int,
     evaluate: bool,
+    eval_text: Path | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -76,12 +83,19 @@ def command(
     recipe = load_recipe(recipe_name)
     text = calib or DEFAULT_TEXT
     sequences: list[list[int]] = []
+    compared: list[list[int]] = []
     if recipe.needs_calibration or evaluate:
         tokenizer = Tokenizer.load(checkpoint)
-        tokens = (tokenizer.encode(t)[:calib_length] for t in read_texts(text)[:calib_samples])
-        sequences = [t for t in tokens if len(t) > 1]
-        if not sequences:
-            raise UserError(f"The text {text} has no sequence of at least two tokens.")
+
+        def tokens_of(path: Path) -> list[list[int]]:
+            tokens = (tokenizer.encode(t)[:calib_length] for t in read_texts(path)[:calib_samples])
+            found = [t for t in tokens if len(t) > 1]
+            if not found:
+                raise UserError(f"The text {path} has no sequence of at least two tokens.")
+            return found
+
+        sequences = tokens_of(text)
+        compared = tokens_of(eval_text) if eval_text else sequences
     with bars() as progress:
         result = quantize_checkpoint(
             checkpoint,
@@ -98,7 +112,7 @@ def command(
         comparison, skipped = None, "it was not asked for"
         if evaluate:
             try:
-                comparison, skipped = compare_checkpoints(checkpoint, out, sequences, progress)
+                comparison, skipped = compare_checkpoints(checkpoint, out, compared, progress)
             except UserError as error:
                 skipped = error.headline
     report = build_report(result, comparison, skipped)
