@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nemo_build.bundle import publish, sha256_file
+from nemo_build.bundle import publish, read_json, sha256_file, write_json
 from nemo_build.settings import cache_directory
 
 _DIGESTS = "digests.json"
@@ -46,10 +44,8 @@ class EngineCache:
 
     def is_complete(self) -> bool:
         """Whether the engine is there and its files are those that were stored."""
-        try:
-            return bool(json.loads(self._note.read_text(encoding="utf-8")) == _identities(self.entry))
-        except (OSError, ValueError):
-            return False
+        noted = read_json(self._note)
+        return noted is not None and bool(noted == _identities(self.entry))
 
     def store(self, fill: Callable[[Path], None]) -> None:
         """Put an engine there; `fill` writes it into an empty directory."""
@@ -58,7 +54,7 @@ class EngineCache:
             fill(directory)
             for name in _identities(directory):
                 (directory / name).chmod(0o444)
-        self._note.write_text(json.dumps(_identities(self.entry)), encoding="utf-8")
+        write_json(self._note, _identities(self.entry))
 
     def copy_to(self, destination: Path) -> None:
         """Fill an empty directory with hard links to the entry's files, or copies across file systems."""
@@ -80,10 +76,7 @@ class ContentDigests:
 
     def __init__(self) -> None:
         self._path = cache_directory() / _DIGESTS
-        try:
-            self._known: dict[str, str] = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self._known = {}
+        self._known: dict[str, str] = read_json(self._path) or {}
 
     def is_known(self, path: Path) -> bool:
         """Whether the digest of the file as it is now is remembered."""
@@ -104,10 +97,7 @@ class ContentDigests:
         """Remember, where the cache can be written; if not, the next build reads the files again."""
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=_DIGESTS, dir=self._path.parent)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump(self._known, file)
-            os.replace(temporary, self._path)
+            write_json(self._path, self._known)
 
 
 def _identities(directory: Path) -> dict[str, Any]:

@@ -148,6 +148,8 @@ def _report(
     everything = [s for graph in states.values() for s in graph]
     by_dtype = {name.lower(): size for name, size in sorted(by_dtype.items())}
     weight_bytes = sum(by_dtype.values())
+    state = 4 * _elements(everything, context=0)
+    per_token = 2 * (_elements(everything, context=1) - _elements(everything, context=0))
     limit = spec.max_positions
     return Report(
         path=str(path),
@@ -163,9 +165,9 @@ def _report(
         parameters_active=counts["active"],
         parameters_mtp=counts["mtp"],
         bytes_by_dtype=by_dtype,
-        state_per_sequence=4 * _elements(everything, context=0),
-        cache_per_token=2 * (_elements(everything, context=1) - _elements(everything, context=0)),
-        fits=tuple(_fit(t, weight_bytes, everything, limit) for t in TARGETS.values() if t.memory_gb),
+        state_per_sequence=state,
+        cache_per_token=per_token,
+        fits=tuple(_fit(t, weight_bytes, state, per_token, limit) for t in TARGETS.values() if t.memory_gb),
         engine=engine,
     )
 
@@ -198,11 +200,9 @@ def _elements(states: list[StateSpec], context: int) -> int:
     return sum(math.prod(s.resolve(sizes)) for s in states)
 
 
-def _fit(target: Target, weight_bytes: int, states: list[StateSpec], limit: int) -> Fit:
+def _fit(target: Target, weight_bytes: int, state: int, per_token: int, limit: int) -> Fit:
     assert target.memory_gb is not None, "only targets with a known memory are asked for"
     free = int(target.memory_gb * 1e9 * USABLE) - weight_bytes
-    state = 4 * _elements(states, context=0)
-    per_token = 2 * (_elements(states, context=1) - _elements(states, context=0))
     if free < state + per_token:
         return Fit(target.name, target.memory_gb, 0, 0)
     context = min(limit, (free - state) // per_token) if per_token else limit

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_build.errors import CheckpointError
+from nemo_build.errors import CheckpointError, UserError
 from nemo_build.export.names import collapse
 from nemo_build.export.safetensors_header import Header, HeaderError, TensorInfo, read_header, unique_object
 
@@ -54,6 +54,21 @@ class Checkpoint:
     files: Mapping[str, ShardInfo]
     digest: str
     unused: tuple[str, ...] = ()
+
+    def folder(self) -> Path:
+        """The directory in which all shards really are.
+
+        Raises:
+            UserError: They are in several.
+        """
+        folders = sorted({str(shard.path_real.parent) for shard in self.files.values()})
+        if len(folders) > 1:
+            raise UserError(
+                "The checkpoint's shards cannot be referenced: they lie in several directories.",
+                folders,
+                "Put them into one directory; hard links will do.",
+            )
+        return Path(folders[0])
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:

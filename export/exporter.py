@@ -194,11 +194,4 @@ def _place_weights(
                 leftover.unlink()
             (directory / WEIGHTS_FOLDER).rmdir()
     real = {name: shard.path_real for name, shard in checkpoint.files.items()}
-    folders = sorted({str(path.parent) for path in real.values()})
-    if len(folders) > 1:
-        raise UserError(
-            "The checkpoint's shards cannot be referenced: they lie in several directories.",
-            folders,
-            "Write the bundle to the checkpoint's file system, so that hard links can be used.",
-        )
-    return "reference", folders[0], lambda info: real[info.file].name
+    return "reference", str(checkpoint.folder()), lambda info: real[info.file].name

@@ -151,6 +151,22 @@ def read_manifest(directory: Path, name: str) -> dict[str, Any]:
     return data
 
 
+def read_json(path: Path) -> Any:
+    """A small JSON note of ours; ``None`` if it is missing or damaged, so that what it noted is done again."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a small JSON note whole or not at all."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(temporary, path)
+
+
 def text_files(directory: Path) -> list[str]:
     """Those of :data:`TEXT_FILES` that are there, and further chat templates."""
     found = [name for name in TEXT_FILES if (directory / name).is_file()]

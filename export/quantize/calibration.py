@@ -234,9 +234,6 @@ class _Layer:
     def _graph(self, inputs: set[str], outputs: set[str]) -> tuple[ir.Model, str, dict[str, str]]:
         """The layer as a graph of its own: hidden states in and out, and the probed values."""
         real = {name: shard.path_real for name, shard in self._checkpoint.files.items()}
-        folders = sorted({str(path.parent) for path in real.values()})
-        if len(folders) > 1:
-            raise UserError("The checkpoint's shards lie in several directories:", folders)
         g = _Probe(
             "layer",
             self._checkpoint.tensors,
@@ -261,7 +258,7 @@ class _Layer:
                 ("batch", "steps", f"width_{i}"),
                 kind,
             )
-        return g.finish({}), folders[0], names
+        return g.finish({}), str(self._checkpoint.folder()), names
 
     def run(self, hidden: Array, lengths: Sequence[int], result: Calibration) -> None:
         """Advance the hidden states of all sequences by this layer, and note what is to be measured."""

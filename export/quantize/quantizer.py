@@ -14,9 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import nemo_build
-from nemo_build.bundle import replace_directory, require_output, sha256_file, sha256_json
+from nemo_build.bundle import (
+    read_json,
+    replace_directory,
+    require_output,
+    sha256_file,
+    sha256_json,
+    write_json,
+)
 from nemo_build.errors import CheckpointError, UserError
-from nemo_build.export.checkpoint import INDEX, OTHER_FORMATS, SINGLE, Checkpoint
+from nemo_build.export.checkpoint import INDEX, OTHER_FORMATS, SINGLE, Checkpoint, TensorInfo
 from nemo_build.export.ledger import Ledger, TensorRule, reconcile
 from nemo_build.export.models import expected_tensors
 from nemo_build.export.names import collapse
@@ -121,104 +128,84 @@ def quantize_checkpoint(
     if min_coverage and (use_modelopt or not recipe.needs_calibration):
         raise UserError("A minimum coverage needs the streaming engine and a recipe that is calibrated.")
     work = out.with_name(f".{out.name}.quantize")
+    job = _Job(
+        source, work, checkpoint, spec, expected, recipe, assignments, sequences, sequences_source, progress
+    )
     with _exclusive(work):
-        _open_work(
-            work,
-            {
-                "engine": "modelopt" if use_modelopt else "streaming",
-                **_job_identity(checkpoint, recipe, sequences),
-            },
-        )
-
-        calibration = None
+        identity = {"engine": "modelopt" if use_modelopt else "streaming", **_job_identity(job)}
+        _open_work(work, identity)
+        calibration: Calibration | None
         if use_modelopt:
-            assignments = _run_modelopt(source, work, recipe, assignments, sequences, expected)
+            assignments = _run_modelopt(job)
             calibration = record(sequences, sequences_source)
             kv_cache = _stored_cache(work)
         else:
-            calibration = _run_streaming(
-                work,
-                checkpoint,
-                spec,
-                recipe,
-                assignments,
-                sequences,
-                sequences_source,
-                workers,
-                min_coverage,
-                progress,
-            )
+            calibration = _run_streaming(job, workers, min_coverage)
             kv_cache = recipe.kv_cache
-        _write_metadata(source, work, kv_cache, assignments, expected)
+        _write_metadata(job, kv_cache, assignments)
         quantized = reconcile(Checkpoint.open(work), expected)
         _publish(work, out)
-        before, after = ledger.bytes_by_role, quantized.bytes_by_role
-        return QuantizeResult(source, out, spec, recipe, assignments, before, after, calibration)
+    before, after = ledger.bytes_by_role, quantized.bytes_by_role
+    return QuantizeResult(source, out, spec, recipe, assignments, before, after, calibration)
 
 
-def _run_streaming(
-    work: Path,
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    recipe: Recipe,
-    assignments: Mapping[str, Assignment],
-    sequences: list[list[int]],
-    sequences_source: str,
-    workers: int,
-    min_coverage: int,
-    progress: QuantizeProgress | None,
-) -> Calibration | None:
+@dataclass(frozen=True)
+class _Job:
+    """What the steps of one quantization work on."""
+
+    source: Path
+    work: Path
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    expected: Mapping[str, TensorRule]
+    recipe: Recipe
+    assignments: Mapping[str, Assignment]
+    sequences: list[list[int]]
+    sequences_source: str
+    progress: QuantizeProgress | None
+
+
+def _run_streaming(job: _Job, workers: int, min_coverage: int) -> Calibration | None:
     """Calibrate if need be, and pack shard by shard."""
     calibration = None
-    if recipe.needs_calibration:
-        calibration = _calibration(
-            work, checkpoint, spec, sequences, assignments, recipe, sequences_source, progress
-        )
+    if job.recipe.needs_calibration:
+        calibration = _calibration(job)
         _require_coverage(calibration, min_coverage)
-    scalars = _scalars(checkpoint, recipe, assignments, calibration)
-    jobs = _jobs(checkpoint, work, assignments, scalars)
-    total = sum(info.nbytes for info in checkpoint.tensors.values())
-    report = progress.start("packing weights", total) if progress else None
-    run_jobs(jobs, workers=workers, progress=report)
+    shards = _shard_jobs(job, _scalars(job, calibration))
+    total = sum(info.nbytes for info in job.checkpoint.tensors.values())
+    report = job.progress.start("packing weights", total) if job.progress else None
+    run_jobs(shards, workers=workers, progress=report)
     return calibration
 
 
-def _run_modelopt(
-    source: Path,
-    work: Path,
-    recipe: Recipe,
-    assignments: Mapping[str, Assignment],
-    sequences: list[list[int]],
-    expected: Mapping[str, TensorRule],
-) -> dict[str, Assignment]:
+def _run_modelopt(job: _Job) -> dict[str, Assignment]:
     """Let ModelOpt quantize; returns how each projection is stored, from what it wrote."""
     from nemo_build.export.quantize import modelopt_engine
 
-    folder = work / "modelopt"
-    done = work / _NOTES / _MODELOPT
+    folder = job.work / "modelopt"
+    done = job.work / _NOTES / _MODELOPT
     if not done.is_file():
         shutil.rmtree(folder, ignore_errors=True)
-        modelopt_engine.run(source, folder, recipe, assignments, sequences)
-        for path in [*work.glob("*.safetensors"), *folder.glob("*.safetensors")]:
-            path.replace(work / path.name)
+        modelopt_engine.run(job.source, folder, job.recipe, job.assignments, job.sequences)
+        for path in folder.glob("*.safetensors"):
+            path.replace(job.work / path.name)
         done.touch()
     shutil.rmtree(folder, ignore_errors=True)
-    written = Checkpoint.open(work)
+    written = Checkpoint.open(job.work).tensors
     found = {}
-    for name, rule in expected.items():
-        module = name.removesuffix(".weight")
-        if rule.projection and name in written.tensors and written.tensors[name].dtype not in DTYPES:
-            stored = format_of(written.tensors[name].dtype)
-            if stored is None:
-                dtype = written.tensors[name].dtype
-                raise UserError(
-                    f"ModelOpt stored {name} as {dtype}, a format that this version does not have."
-                )
-            given = assignments.get(module)
-            search = given.search if given else False
-            found[module] = Assignment(stored.NAME, search, f"{module}.{INPUT_SCALE}" in written.tensors)
+    for name, rule in job.expected.items():
+        info = written.get(name)
+        if not rule.projection or info is None or info.dtype in DTYPES:
+            continue
+        module, stored = name.removesuffix(".weight"), format_of(info.dtype)
+        if stored is None:
+            raise UserError(
+                f"ModelOpt stored {name} as {info.dtype}, a format that this version does not have."
+            )
+        search = module in job.assignments and job.assignments[module].search
+        found[module] = Assignment(stored.NAME, search, f"{module}.{INPUT_SCALE}" in written)
     if not found:
-        raise UserError(f"The recipe {recipe.name} quantizes no projection.")
+        raise UserError(f"The recipe {job.recipe.name} quantizes no projection.")
     return found
 
 
@@ -229,10 +216,10 @@ def _stored_cache(work: Path) -> str:
 
 
 def _is_quantized_by_us(directory: Path) -> bool:
+    config = read_json(directory / "hf_quant_config.json")
     try:
-        config = json.loads((directory / "hf_quant_config.json").read_text(encoding="utf-8"))
         return str(config["producer"]["version"]).startswith("nemo-build")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return False
 
 
@@ -260,10 +247,10 @@ def _require_unquantized(checkpoint: Checkpoint, ledger: Ledger) -> None:
         )
 
 
-def _job_identity(checkpoint: Checkpoint, recipe: Recipe, sequences: list[list[int]]) -> dict[str, Any]:
+def _job_identity(job: _Job) -> dict[str, Any]:
     """What a job depends on: another source, recipe or text is another job."""
-    files = {}
-    for name, shard in sorted(checkpoint.files.items()):
+    recipe, files = job.recipe, {}
+    for name, shard in sorted(job.checkpoint.files.items()):
         status = shard.path_real.stat()
         files[name] = [shard.header_digest, status.st_size, status.st_mtime_ns]
     source = Path(recipe.modelopt) if recipe.modelopt else None
@@ -271,10 +258,10 @@ def _job_identity(checkpoint: Checkpoint, recipe: Recipe, sequences: list[list[i
         "nemo_build": nemo_build.__version__,
         "modelopt": _modelopt_version() if recipe.needs_modelopt else None,
         "recipe_file": None if source is None else sha256_file(source),
-        "checkpoint": checkpoint.digest,
+        "checkpoint": job.checkpoint.digest,
         "files": files,
         "recipe": recipe.to_json(),
-        "text": sha256_json(sequences) if recipe.needs_calibration else None,
+        "text": sha256_json(job.sequences) if recipe.needs_calibration else None,
     }
 
 
@@ -304,45 +291,30 @@ def _exclusive(work: Path) -> Iterator[None]:
 def _open_work(work: Path, identity: dict[str, Any]) -> None:
     """Make the working directory, or keep it if it is of the same job."""
     note = work / _NOTES / _JOB
-    try:
-        if json.loads(note.read_text(encoding="utf-8")) == json.loads(json.dumps(identity)):
-            return
-    except (OSError, ValueError):
-        pass  # no job, or one that was cut off before it had begun
+    if read_json(note) == json.loads(json.dumps(identity)):
+        return
     shutil.rmtree(work, ignore_errors=True)
     note.parent.mkdir(parents=True)
-    temporary = note.with_suffix(".partial")
-    temporary.write_text(json.dumps(identity), encoding="utf-8")
-    temporary.rename(note)
+    write_json(note, identity)
 
 
-def _calibration(
-    work: Path,
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    sequences: list[list[int]],
-    assignments: Mapping[str, Assignment],
-    recipe: Recipe,
-    source: str,
-    progress: QuantizeProgress | None,
-) -> Calibration:
+def _calibration(job: _Job) -> Calibration:
     """Calibrate, or take what the stopped job had measured."""
-    note = work / _NOTES / _CALIBRATION
-    if note.is_file():
-        return Calibration(**json.loads(note.read_text(encoding="utf-8")))
-    report = progress.start("calibrating", len(spec.layers)) if progress else None
+    note = job.work / _NOTES / _CALIBRATION
+    noted = read_json(note)
+    if noted is not None:
+        return Calibration(**noted)
+    report = job.progress.start("calibrating", len(job.spec.layers)) if job.progress else None
     measured = calibrate(
-        checkpoint,
-        spec,
-        sequences,
-        assignments,
-        source=source,
-        kv_cache=recipe.kv_cache != "none",
+        job.checkpoint,
+        job.spec,
+        job.sequences,
+        job.assignments,
+        source=job.sequences_source,
+        kv_cache=job.recipe.kv_cache != "none",
         progress=report,
     )
-    temporary = note.with_suffix(".partial")
-    temporary.write_text(json.dumps(measured.to_json()), encoding="utf-8")
-    temporary.rename(note)
+    write_json(note, measured.to_json())
     return measured
 
 
@@ -359,26 +331,23 @@ def _require_coverage(calibration: Calibration, minimum: int) -> None:
         )
 
 
-def _scalars(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    assignments: Mapping[str, Assignment],
-    calibration: Calibration | None,
-) -> dict[str, tuple[tuple[str, float], ...]]:
+def _scalars(job: _Job, calibration: Calibration | None) -> dict[str, tuple[tuple[str, float], ...]]:
     """Scales of activations and caches, by the weight they are written after."""
     scalars: dict[str, list[tuple[str, float]]] = {}
-    for module, assignment in assignments.items():
+    for module, assignment in job.assignments.items():
         if assignment.activations:
             assert calibration is not None, "a recipe that rounds activations is calibrated"
             scale = nvfp4.activation_scale if assignment.format == "nvfp4" else fp8.activation_scale
-            amax = _positive(checkpoint, module, calibration.amax.get(_amax_key(module), 0.0), calibration)
+            amax = _positive(
+                job.checkpoint, module, calibration.amax.get(_amax_key(module), 0.0), calibration
+            )
             scalars.setdefault(f"{module}.weight", []).append((f"{module}.input_scale", float(scale(amax))))
-    if recipe.kv_cache == "fp8":
+    if job.recipe.kv_cache == "fp8":
         assert calibration is not None, "a recipe with an FP8 cache is calibrated"
         for name, amax in calibration.amax.items():
             if name.endswith(".output"):
                 module = name.removesuffix(".output")
-                amax = _positive(checkpoint, module, amax, calibration)
+                amax = _positive(job.checkpoint, module, amax, calibration)
                 scale_name = f"{module}.{'k' if module.endswith('k_proj') else 'v'}_scale"
                 scalars.setdefault(f"{module}.weight", []).append(
                     (scale_name, float(fp8.activation_scale(amax)))
@@ -401,26 +370,23 @@ def _amax_key(module: str) -> str:
     return f"{prefix}{dot}{rest.split('.')[-1]}" if dot else module
 
 
-def _jobs(
-    checkpoint: Checkpoint,
-    work: Path,
-    assignments: Mapping[str, Assignment],
-    scalars: Mapping[str, tuple[tuple[str, float], ...]],
-) -> list[ShardJob]:
+def _shard_jobs(job: _Job, scalars: Mapping[str, tuple[tuple[str, float], ...]]) -> list[ShardJob]:
     """One job a shard."""
-    amax = _shared_amax(checkpoint, assignments)
+    amax = _shared_amax(job.checkpoint, job.assignments)
+    by_file: dict[str, list[TensorInfo]] = {name: [] for name in job.checkpoint.files}
+    for info in job.checkpoint.tensors.values():
+        by_file[info.file].append(info)
     jobs = []
-    for name, shard in checkpoint.files.items():
-        tensors = tuple(t for t in checkpoint.tensors.values() if t.file == name)
-        modules = {t.name.removesuffix(".weight") for t in tensors}
+    for name, tensors in by_file.items():
+        names = {t.name for t in tensors}
         jobs.append(
             ShardJob(
-                shard.path_real,
-                work / name,
-                tensors,
-                {m: assignments[m] for m in assignments if m in modules},
-                {m: amax[m] for m in amax if m in modules},
-                {t.name: scalars[t.name] for t in tensors if t.name in scalars},
+                job.checkpoint.files[name].path_real,
+                job.work / name,
+                tuple(tensors),
+                {m: a for m, a in job.assignments.items() if f"{m}.weight" in names},
+                {m: a for m, a in amax.items() if f"{m}.weight" in names},
+                {n: s for n, s in scalars.items() if n in names},
             )
         )
     return jobs
@@ -448,14 +414,9 @@ def _largest_weight(checkpoint: Checkpoint, module: str) -> float:
         return largest(source, info)
 
 
-def _write_metadata(
-    source: Path,
-    work: Path,
-    kv_cache: str,
-    assignments: Mapping[str, Assignment],
-    expected: Mapping[str, TensorRule],
-) -> None:
+def _write_metadata(job: _Job, kv_cache: str, assignments: Mapping[str, Assignment]) -> None:
     """Index, configurations, and every other file of the source."""
+    source, work = job.source, job.work
     for path in sorted(source.iterdir()):
         if path.is_dir() and not path.name.startswith("."):
             shutil.copytree(path, work / path.name, dirs_exist_ok=True)
@@ -463,7 +424,9 @@ def _write_metadata(
             shutil.copyfile(path, work / path.name)
     unquantizable = ("gate.weight", "conv1d.weight", "embeddings.weight")
     kept = [
-        n.removesuffix(".weight") for n, r in expected.items() if r.projection or n.endswith(unquantizable)
+        n.removesuffix(".weight")
+        for n, r in job.expected.items()
+        if r.projection or n.endswith(unquantizable)
     ]
     quant = layout.hf_quant_config(assignments, [k for k in kept if k not in assignments], kv_cache)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))

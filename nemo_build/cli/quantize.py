@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from nemo_build.cli._console import bars, force_option, json_option, print_json, size
 from nemo_build.errors import UserError
+
+if TYPE_CHECKING:
+    from nemo_build.export.quantize.evaluation import Evaluation
+    from nemo_build.export.quantize.quantizer import QuantizeResult
 
 
 @click.command()
@@ -77,7 +81,7 @@ def command(
     from nemo_build.export.quantize.calibration import DEFAULT_TEXT, read_texts
     from nemo_build.export.quantize.quantizer import quantize_checkpoint
     from nemo_build.export.quantize.recipe import load_recipe
-    from nemo_build.export.quantize.report import JSON_NAME, build_report, write_report
+    from nemo_build.export.quantize.report import build_report, write_report
     from nemo_build.runtime.tokenizer import Tokenizer
 
     recipe = load_recipe(recipe_name)
@@ -120,6 +124,14 @@ def command(
     if as_json:
         print_json(report)
         return
+    _tell(result, comparison, skipped)
+
+
+def _tell(result: QuantizeResult, comparison: Evaluation | None, skipped: str) -> None:
+    """Say what was done, for people."""
+    from nemo_build.export.quantize.report import JSON_NAME
+
+    out = result.out
     before, after = sum(result.before.values()), sum(result.after.values())
     click.echo(f"{out}: {len(result.assignments)} projections, {size(before)} -> {size(after)}")
     if result.calibration:
