@@ -62,7 +62,9 @@ class Plugin:
             overload: Tells apart several bodies of one op in one model.
         """
         declared = ", ".join(a.name for a in self.op.attributes if a.default is None)
-        names = ", ".join(self.input_names(inputs))
+        # Every fixed input is declared, so that nodes with and without trailing optional inputs share a function.
+        fixed = sum(not p.variadic for p in self.op.inputs)
+        names = ", ".join(self.input_names(max(inputs, fixed)))
         outputs = ", ".join(p.name for p in self.op.outputs)
         head = f'<domain: "{DOMAIN}", opset_import: ["" : {STANDARD_OPSET}], overload: "{overload}">'
         signature = f"{self.op.name} {f'<{declared}> ' if declared else ''}({names}) => ({outputs})"
