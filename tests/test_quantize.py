@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization: recipes, streaming, resumption, calibration, and what the result says of itself."""
+"""Quantization: what is stored, what the exported graph computes of it, and the command line."""
 
 from __future__ import annotations
 
 import json
-import math
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 from click.testing import CliRunner
 
@@ -30,50 +25,26 @@ from nemo_build.export.checkpoint import Checkpoint
 from nemo_build.export.exporter import export_bundle
 from nemo_build.export.ledger import reconcile
 from nemo_build.export.models import expected_tensors
-from nemo_build.export.quantize.calibration import DEFAULT_TEXT, calibrate, read_texts
+from nemo_build.export.quantize import layout
+from nemo_build.export.quantize.calibration import DEFAULT_TEXT, read_texts
 from nemo_build.export.quantize.quantizer import quantize_checkpoint
-from nemo_build.export.quantize.recipe import Recipe, Rule, assign, load_recipe, shipped_recipes
-from nemo_build.export.quantize.streaming import DTYPES
+from nemo_build.export.quantize.recipe import Recipe, Rule, load_recipe, shipped_recipes
 from nemo_build.plugins.codecs import fp8, nvfp4
 from nemo_build.runtime import Engine, SamplingParams
 from nemo_build.runtime.tokenizer import Tokenizer
-from nemo_build.spec import BlockKind, load_spec
+from nemo_build.spec import load_spec
 
 from .mtp_reference import save_with_mtp
-from .tiny import feed, reference_model
+from .quantized import TOKENS, make_source, run, tensors
+from .tiny import feed
 
 STREAMED = [name for name in shipped_recipes() if not load_recipe(name).needs_modelopt]
-TOKENS = [np.random.default_rng(i).integers(0, 96, 40).tolist() for i in range(6)]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A random checkpoint whose widths divide into blocks, in two shards, in BF16."""
-    import torch
-
-    directory = tmp_path_factory.mktemp("quantize") / "checkpoint"
-    wide = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
-    model = reference_model(dtype=torch.bfloat16, hybrid_override_pattern="MEM*EME", **wide)
-    model.save_pretrained(directory, max_shard_size="150KB")
-    (directory / "notes.txt").write_text("carried over")
-    return directory
-
-
-def run(source: Path, out: Path, recipe: str | Recipe, **kwargs):
-    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    return quantize_checkpoint(source, out, recipe, sequences=TOKENS, sequences_source="test", **kwargs)
-
-
-def tensors(directory: Path) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint."""
-    types = {**DTYPES, "F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8}
-    checkpoint = Checkpoint.open(directory)
-    return {
-        name: np.fromfile(directory / t.file, types[t.dtype], math.prod(t.shape), offset=t.offset).reshape(
-            t.shape
-        )
-        for name, t in checkpoint.tensors.items()
-    }
+    """A random checkpoint to quantize. Treat as read-only."""
+    return make_source(tmp_path_factory.mktemp("quantize") / "checkpoint")
 
 
 @pytest.mark.parametrize("name", STREAMED)
@@ -131,14 +102,6 @@ def _check_metadata(directory: Path, result) -> None:
     assert set(json.loads(index.read_text())["weight_map"]) == set(tensors(directory))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_change_nothing(source, tmp_path, workers):
-    run(source, tmp_path / "a", "lightning")
-    run(source, tmp_path / "b", "lightning", workers=workers)
-    for path in sorted((tmp_path / "a").iterdir()):
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
-
-
 @pytest.mark.parametrize("name", STREAMED)
 def test_exported_graph_computes_the_stored_values(source, tmp_path, name):
     """The graph of the quantized checkpoint equals the original's graph with decoded weights, where only weights
@@ -175,101 +138,6 @@ def _replace_weights(directory: Path, quantized: Path, assignments) -> None:
         save_file(values, path)
 
 
-def test_calibration_measures_what_the_model_sees(source):
-    """Largest inputs and expert choices equal those of hooks in transformers, layer by layer."""
-    import torch
-    from transformers import NemotronHForCausalLM
-
-    from .tiny import fix_time_step_clamp
-
-    spec = load_spec(source)
-    assignments = assign(load_recipe("nvfp4"), expected_tensors(spec))
-    got = calibrate(Checkpoint.open(source), spec, TOKENS, assignments, source="test", kv_cache=True)
-    model = NemotronHForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    model.set_experts_implementation("eager")
-    fix_time_step_clamp(model)
-    want: dict[str, float] = {}
-    counts: dict[str, np.ndarray] = {}
-
-    def note(name: str, value: torch.Tensor) -> None:
-        want[name] = max(want.get(name, 0.0), value.abs().max().item())
-
-    for name, module in model.named_modules():
-        stored = name.replace("model.", "backbone.", 1)
-        if isinstance(module, torch.nn.Linear) and stored in assignments:
-            module.register_forward_pre_hook(lambda m, a, n=stored: note(n, a[0]))
-        if stored.endswith(("k_proj", "v_proj")):
-            module.register_forward_hook(lambda m, a, o, n=stored: note(f"{n}.output", o))
-        if stored.endswith("mixer.gate"):
-            layer = stored.removesuffix(".mixer.gate")
-            counts[layer] = np.zeros(8, np.int64)
-
-            def count(m, a, out, layer=layer):
-                counts[layer] += np.bincount(out[2].reshape(-1).numpy(), minlength=8)
-
-            module.register_forward_hook(count)
-        if stored.endswith("mixer.experts"):
-            module.register_forward_pre_hook(lambda m, a, n=stored: note(f"{n}.up_proj", a[0]))
-    with torch.no_grad():
-        for tokens in TOKENS:
-            model(torch.tensor([tokens]), use_cache=False)
-    for name, value in want.items():
-        assert got.amax[name] == pytest.approx(value, rel=1e-4), name
-    assert {layer: c.tolist() for layer, c in counts.items()} == got.tokens_per_expert
-    down = {n for n in got.amax if n.endswith("mixer.experts.down_proj")}
-    assert len(down) == len(spec.indices(BlockKind.MOE))
-    assert set(got.amax) == set(want) | down
-
-
-def test_coverage_can_be_demanded(source, tmp_path):
-    with pytest.raises(UserError, match="Fewer than 1000"):
-        run(source, tmp_path / "out", "nvfp4-experts", min_coverage=1000)
-    result = run(source, tmp_path / "out", "nvfp4-experts", min_coverage=1)
-    assert sum(result.calibration.tokens_per_expert["backbone.layers.1"]) == 6 * 40 * 3
-
-
-BAD_RECIPES = {
-    "pattern that matches nothing": ([("backbone.layers.*.mixer.no_proj", "fp8")], "matches no projection"),
-    "pattern over what cannot be quantized": ([("*.gate", "fp8")], "matches no projection"),
-    "two rules for one projection": (
-        [("*.in_proj", "fp8"), ("backbone.layers.0.*", "nvfp4")],
-        r"backbone\.layers\.0\.mixer\.in_proj is matched by '\*\.in_proj' and 'backbone\.layers\.0\.\*'",
-    ),
-}
-
-
-@pytest.mark.parametrize(("rules", "words"), BAD_RECIPES.values(), ids=BAD_RECIPES)
-def test_recipes_that_do_not_fit(source, tmp_path, rules, words):
-    recipe = Recipe("bad", "", tuple(Rule((pattern,), weights, False) for pattern, weights in rules), "none")
-    with pytest.raises(UserError, match=words):
-        run(source, tmp_path / "out", recipe)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "problems"),
-    [
-        ("rules: []", 1),
-        ("rules: [{match: 3, weights: int2, activations: maybe, extra: 1}]\nkv_cache: fp4\nmore: 1", 6),
-        ("- 1", 1),
-        ("a: [", 0),
-    ],
-)
-def test_recipe_files_with_mistakes(tmp_path, text, problems):
-    (tmp_path / "r.yaml").write_text(text)
-    with pytest.raises(UserError) as caught:
-        load_recipe(str(tmp_path / "r.yaml"))
-    assert len(caught.value.problems) == problems
-    with pytest.raises(UserError, match="There is no recipe"):
-        load_recipe("nothing")
-
-
-def test_width_that_does_not_divide(tiny_checkpoint, tmp_path):
-    """The small checkpoint's experts are 24 wide."""
-    with pytest.raises(UserError, match=r"experts\.\{0\.\.7\}\.down_proj: the width does not divide"):
-        run(tiny_checkpoint, tmp_path / "out", "w4a16")
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite(source, tmp_path, value):
     bad = tmp_path / "bad"
@@ -281,99 +149,6 @@ def test_values_that_are_not_finite(source, tmp_path, value):
     with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight .* the first at \[5, 7\]"):
         run(bad, tmp_path / "out", "w4a16")
     assert not (tmp_path / "out").exists()
-
-
-def test_quantized_checkpoint_is_not_quantized_again(source, tmp_path):
-    run(source, tmp_path / "once", "w4a16")
-    with pytest.raises(CheckpointError, match="quantized already"):
-        run(tmp_path / "once", tmp_path / "twice", "fp8")
-    with pytest.raises(UserError, match="exists already"):
-        run(source, tmp_path / "once", "fp8")
-    run(source, tmp_path / "once", "fp8", force=True)
-    with pytest.raises(UserError, match="cannot be the output"):
-        run(source, source, "fp8", force=True)
-
-
-def test_stopped_job_goes_on(source, tmp_path, monkeypatch):
-    """After a failure in the second shard the first is kept, not written again, and the bytes are the same."""
-    from nemo_build.export.quantize import streaming
-
-    run(source, tmp_path / "whole", "lightning")
-    original, done = streaming.run_job, []
-
-    def fail_later(job, threads=1):
-        if len(done) == 1:
-            raise KeyboardInterrupt
-        done.append(job.target.name)
-        return original(job, threads)
-
-    monkeypatch.setattr(streaming, "run_job", fail_later)
-    with pytest.raises(KeyboardInterrupt):
-        run(source, tmp_path / "out", "lightning")
-    first = tmp_path / ".out.quantize" / done[0]
-    stamp = first.stat().st_mtime_ns
-    monkeypatch.setattr(streaming, "run_job", original)
-    monkeypatch.setattr("nemo_build.export.quantize.quantizer.calibrate", None)  # measured already
-    run(source, tmp_path / "out", "lightning")
-    assert (tmp_path / "out" / done[0]).stat().st_mtime_ns == stamp
-    for path in sorted((tmp_path / "whole").iterdir()):
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
-
-
-def test_another_job_does_not_take_over(source, tmp_path, monkeypatch):
-    from nemo_build.export.quantize import quantizer
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(quantizer, "_write_metadata", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(source, tmp_path / "out", "fp8")
-    run(source, tmp_path / "out", "w4a16")
-    run(source, tmp_path / "fresh", "w4a16")
-    for path in sorted((tmp_path / "fresh").iterdir()):
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments(source, tmp_path):
-    """Killed again and again while it works, and started again, a job ends with the same bytes."""
-    code = f"""
-import sys, time
-from pathlib import Path
-from nemo_build.export.quantize import streaming
-from nemo_build.export.quantize.quantizer import quantize_checkpoint
-from nemo_build.export.quantize.recipe import load_recipe
-write = streaming._quantize
-def slow(*a):
-    time.sleep(0.03)
-    return write(*a)
-streaming._quantize = slow
-quantize_checkpoint(Path({str(source)!r}), Path(sys.argv[1]), load_recipe("lightning"),
-                    sequences={TOKENS!r}, sequences_source="test")
-"""
-    run(source, tmp_path / "whole", "lightning")
-    rng = random.Random(0)
-    work, kills = tmp_path / ".out.quantize", 0
-    for _ in range(40):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / "out")], stderr=subprocess.PIPE
-        )
-        while process.poll() is None and not any(work.glob("*.partial")):
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.5))
-        if kills < 6:
-            process.kill()
-        process.communicate(timeout=120)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL
-        kills += 1
-    assert kills >= 2
-    for path in sorted((tmp_path / "whole").iterdir()):
-        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
 def test_quantized_mtp_module(tmp_path):
@@ -396,53 +171,6 @@ def test_quantized_mtp_module(tmp_path):
     assert 0 < error < 0.5
 
 
-def test_experts_in_several_formats_are_refused(source, tmp_path):
-    rules = (Rule(("backbone.layers.1.mixer.experts.[0-3].*",), "fp8", False),)
-    with pytest.raises(
-        UserError, match=r"layers\.1\.mixer\.experts: the experts of a layer must all be stored"
-    ):
-        run(source, tmp_path / "out", Recipe("r", "", rules, "none"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_input_that_is_always_zero(source, tmp_path):
-    """A projection whose input never is anything but zero gets a scale all the same, and is listed."""
-    dead = tmp_path / "dead"
-    shutil.copytree(source, dead)
-    checkpoint = Checkpoint.open(dead)
-    for e in range(8):
-        info = checkpoint.tensors[f"backbone.layers.1.mixer.experts.{e}.up_proj.weight"]
-        with open(dead / info.file, "r+b") as file:
-            file.seek(info.offset)
-            file.write(bytes(info.nbytes))
-    result = run(dead, tmp_path / "out", "nvfp4-experts")
-    assert result.calibration.unmeasured == [
-        f"backbone.layers.1.mixer.experts.{e}.down_proj" for e in range(8)
-    ]
-    stored = tensors(tmp_path / "out")
-    assert np.isfinite(stored["backbone.layers.1.mixer.experts.0.down_proj.input_scale"])
-    assert not stored["backbone.layers.1.mixer.experts.0.up_proj.weight"].any()
-
-
-def test_one_job_at_a_time(source, tmp_path):
-    from nemo_build.export.quantize import quantizer
-
-    with quantizer._exclusive(tmp_path / ".out.quantize"), pytest.raises(UserError, match="Another process"):
-        run(source, tmp_path / "out", "w4a16")
-
-
-def test_model_that_computes_nan(source, tmp_path):
-    """A weight that is not quantized, but not finite, is found where the model is run."""
-    bad = tmp_path / "bad"
-    shutil.copytree(source, bad)
-    info = Checkpoint.open(bad).tensors["backbone.layers.2.norm.weight"]
-    with open(bad / info.file, "r+b") as file:
-        file.seek(info.offset)
-        file.write(np.array([np.nan]).astype(ml_dtypes.bfloat16).tobytes())
-    with pytest.raises(CheckpointError, match=r"not finite in backbone\.layers\.2"):
-        run(bad, tmp_path / "out", "lightning")
-
-
 def test_cache_and_weights_of_zero(source, tmp_path):
     """A layer that has been zeroed out is quantized like any other."""
     dead = tmp_path / "dead"
@@ -460,6 +188,44 @@ def test_cache_and_weights_of_zero(source, tmp_path):
             for n, v in tensors(tmp_path / name).items()
             if "scale" in n
         )
+
+
+def test_cache_that_only_the_configuration_asks_for(source, tmp_path):
+    """Without stored scales an FP8 cache is not followed: the graph is that of the checkpoint without the wish."""
+    asking = tmp_path / "asking"
+    shutil.copytree(source, asking)
+    quant = layout.hf_quant_config({}, [], "fp8")
+    assert quant["quantization"]["kv_cache_quant_algo"] == "FP8"
+    config = json.loads((asking / "config.json").read_text())
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    config["quantization_config"] = {"quant_method": "modelopt", "kv_cache_scheme": scheme}
+    (asking / "config.json").write_text(json.dumps(config))
+    (asking / "hf_quant_config.json").write_text(json.dumps(quant))
+    for name, directory in (("plain", source), ("asked", asking)):
+        export_bundle(directory, tmp_path / name)
+    run(source, tmp_path / "q", "lightning")
+    export_bundle(tmp_path / "q", tmp_path / "stored")
+    plain, asked, stored = (
+        onnx.load(tmp_path / name / "target.onnx", load_external_data=False).graph
+        for name in ("plain", "asked", "stored")
+    )
+    assert asked == plain
+    assert [any("k_scale" in i.name for i in g.initializer) for g in (asked, stored)] == [False, True]
+
+
+def test_scale_of_an_input_is_not_ignored(tiny_checkpoint, tmp_path):
+    """What ModelOpt stores for smoothing that was not folded would change the model; export refuses it."""
+    from safetensors.torch import load_file, save_file
+
+    run(tiny_checkpoint, tmp_path / "q", "fp8")
+    path = tmp_path / "q" / "model.safetensors"
+    stored = load_file(path)
+    stored["backbone.layers.0.mixer.in_proj.pre_quant_scale"] = stored[
+        "backbone.layers.0.norm.weight"
+    ].clone()
+    save_file(stored, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"in_proj\.pre_quant_scale"):
+        export_bundle(tmp_path / "q", tmp_path / "bundle")
 
 
 def test_index_with_other_names(source, tmp_path):
@@ -482,24 +248,6 @@ def test_index_with_other_names(source, tmp_path):
     assert (tmp_path / "out" / "sub" / "note").is_file()
     assert (tmp_path / "out" / "calibration.json").read_text() == "the user's own"
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
-
-
-def test_calibration_texts(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
-    assert read_texts(tmp_path / "a.jsonl") == ["one", "two"]
-    (tmp_path / "u.jsonl").write_text('{"text": "a\u2028b\u0085c"}\n', encoding="utf-8")
-    assert read_texts(tmp_path / "u.jsonl") == ["a\u2028b\u0085c"]
-    (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(UserError, match="cannot be used"):
-        read_texts(tmp_path / "empty.txt")
-    (tmp_path / "b.txt").write_text("one\nline\n\ntwo\n\n\n")
-    assert [t.strip() for t in read_texts(tmp_path / "b.txt")] == ["one\nline", "two"]
-    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n[]\n{"x": 1}\n')
-    with pytest.raises(UserError) as caught:
-        read_texts(tmp_path / "c.jsonl")
-    assert len(caught.value.problems) == 2
-    with pytest.raises(UserError, match="cannot be read"):
-        read_texts(tmp_path / "none")
 
 
 def test_command_line_on_the_demo_checkpoint(tmp_path):

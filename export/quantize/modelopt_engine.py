@@ -3,7 +3,7 @@
 
 ModelOpt leaves torch patched when it fails, so each job runs in a process of its own; that process is this module
 (``python -m nemo_build.export.quantize.modelopt_engine JOB``). It writes ModelOpt's own export; the caller brings
-it into the same form as the streaming engine's.
+it into the same form as the streaming engine's. What is wrong with a job it writes beside that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_build.bundle import read_json, write_json
 from nemo_build.errors import UserError
+from nemo_build.export.checkpoint import Checkpoint
 from nemo_build.export.quantize.recipe import WEIGHTS, Assignment, Recipe
 
 _NUMERICS: Mapping[tuple[str, bool], dict[str, Any]] = {
@@ -39,6 +41,17 @@ _SEARCH = {
     "stop_multiplier": 1.5,
     "step_size": 0.5,
 }
+
+_NOT_STORED = {
+    "svdquant": "svdquant stores two more matrices with each weight, which export does not read",
+    "awq_full": "awq_full clips the weights as they are smoothed, and the clipping is lost where that is folded; "
+    "awq_lite and awq_clip can be stored",
+}
+"""Algorithms of ModelOpt's whose result the layout has no place for, and why."""
+
+_SMOOTHING = ("awq_lite", "smoothquant")
+
+_REFUSAL = "refusal.json"
 
 
 def quant_config(
@@ -89,7 +102,8 @@ def run(
         sequences: Token ids to calibrate on.
 
     Raises:
-        UserError: ModelOpt is missing, of an untested version, or fails; its last words are told.
+        UserError: ModelOpt is missing, of an untested version, or fails (its last words are told), or its algorithm
+            gives what cannot be stored.
     """
     out.mkdir(parents=True, exist_ok=True)
     job = out / "job.json"
@@ -105,6 +119,9 @@ def run(
     command = [sys.executable, "-m", __name__, str(job)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     job.unlink()
+    refusal = read_json(out / _REFUSAL)
+    if refusal:
+        raise UserError(**refusal)
     if done.returncode:
         words = [line for line in done.stderr.splitlines() if line.strip()][-6:]
         raise UserError("ModelOpt failed; its last words were:", words)
@@ -125,28 +142,58 @@ def _quantizers(name: str) -> tuple[str, str]:
 
 def _main(job_file: Path) -> None:
     import torch
-    from safetensors import safe_open
     from transformers import NemotronHForCausalLM
 
-    from nemo_build.export.quantize import modelopt_cpu
+    from nemo_build.export.quantize import modelopt_cpu, modelopt_smoothing
 
     job = json.loads(job_file.read_text(encoding="utf-8"))
     modelopt_cpu.enable()  # the model stays on the CPU, on a machine with a GPU too
     from modelopt.torch.export import export_hf_checkpoint
 
-    source = Path(job["source"])
-    model = NemotronHForCausalLM.from_pretrained(source, dtype="auto").eval()
+    if "auto" not in job:
+        _require_storable(_configuration(job)["algorithm"])
+    source = Checkpoint.open(Path(job["source"]))
+    model = NemotronHForCausalLM.from_pretrained(source.directory, dtype="auto").eval()
     model.config.architectures = ["NemotronHForCausalLM"]
     limits = tuple(float(v) for v in model.config.time_step_limit)
     for layer in model.model.layers:
         if hasattr(layer.mixer, "time_step_limit"):
             layer.mixer.time_step_limit = limits  # transformers clamps its chunked path only
     _quantize(model, job, [torch.tensor([tokens], device=model.device) for tokens in job["sequences"]])
-    mtp: dict[str, torch.Tensor] = {}
-    for path in sorted(source.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            mtp |= {name: file.get_tensor(name) for name in file.keys() if name.startswith("mtp.")}  # noqa: SIM118
+    modelopt_smoothing.fold(model, lambda name: _tensor(source, name.replace("model.", "backbone.", 1)))
+    mtp = {name: _tensor(source, name) for name in source.tensors if name.startswith("mtp.")}
     export_hf_checkpoint(model, export_dir=job_file.parent, extra_state_dict=mtp)
+
+
+def _tensor(checkpoint: Checkpoint, name: str) -> Any:
+    """A tensor of the checkpoint, for torch."""
+    from safetensors import safe_open
+
+    with safe_open(checkpoint.files[checkpoint.tensors[name].file].path_real, "pt") as file:
+        return file.get_tensor(name)
+
+
+def _configuration(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What the job says in the words of ``mtq.quantize``."""
+    from modelopt.recipe import load_recipe
+
+    found = load_recipe(job["recipe"]).quantize.model_dump() if "recipe" in job else _restored(job["config"])
+    return dict(found)
+
+
+def _require_storable(algorithm: Any) -> None:
+    """Refuse, before the work, an algorithm whose result cannot be stored."""
+    steps = algorithm if isinstance(algorithm, (list, tuple)) else [algorithm]
+    methods = [step.get("method") if isinstance(step, dict) else step for step in steps]
+    problems = [_NOT_STORED[method] for method in methods if method in _NOT_STORED]
+    if len(methods) > 1:
+        problems += [
+            f"{method} is folded into the original weights, so no other algorithm can go with it"
+            for method in methods
+            if method in _SMOOTHING
+        ]
+    if problems:
+        raise UserError("What the recipe's algorithm gives cannot be stored:", problems)
 
 
 def _quantize(model: Any, job: Mapping[str, Any], batches: Sequence[Any]) -> None:
@@ -170,13 +217,7 @@ def _quantize(model: Any, job: Mapping[str, Any], batches: Sequence[Any]) -> Non
             method="kl_div",
         )
         return
-    if "recipe" in job:
-        from modelopt.recipe import load_recipe
-
-        config = load_recipe(job["recipe"]).quantize.model_dump()
-    else:
-        config = _restored(job["config"])
-    mtq.quantize(model, config, forward_loop=forward)
+    mtq.quantize(model, _configuration(job), forward_loop=forward)
 
 
 def _format_config(numerics: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,4 +241,8 @@ def _restored(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _job = Path(sys.argv[1])
+    try:
+        _main(_job)
+    except UserError as _error:
+        write_json(_job.with_name(_REFUSAL), vars(_error))  # what UserError is made of; run() raises it again

@@ -6,9 +6,10 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,7 +29,7 @@ from nemo_build.export.ledger import Ledger, TensorRule, reconcile
 from nemo_build.export.models import expected_tensors
 from nemo_build.export.names import collapse
 from nemo_build.export.quantize import layout
-from nemo_build.export.quantize.calibration import Calibration, calibrate, record
+from nemo_build.export.quantize.calibration import Calibration, calibrate
 from nemo_build.export.quantize.recipe import Assignment, Recipe, assign
 from nemo_build.export.quantize.streaming import DTYPES, ShardJob, largest, run_jobs
 from nemo_build.export.safetensors_header import read_header
@@ -125,8 +126,8 @@ def quantize_checkpoint(
     use_modelopt = engine == "modelopt" or recipe.needs_modelopt
     assignments = assign(recipe, expected) if recipe.rules else {}
     _require_measurable(assignments)
-    if min_coverage and (use_modelopt or not recipe.needs_calibration):
-        raise UserError("A minimum coverage needs the streaming engine and a recipe that is calibrated.")
+    if min_coverage and not recipe.needs_calibration:
+        raise UserError("A minimum coverage needs a recipe that is calibrated.")
     work = out.with_name(f".{out.name}.quantize")
     job = _Job(
         source, work, checkpoint, spec, expected, recipe, assignments, sequences, sequences_source, progress
@@ -134,13 +135,14 @@ def quantize_checkpoint(
     with _exclusive(work):
         identity = {"engine": "modelopt" if use_modelopt else "streaming", **_job_identity(job)}
         _open_work(work, identity)
-        calibration: Calibration | None
+        calibration = _calibration(job, scales=not use_modelopt) if recipe.needs_calibration else None
+        if calibration:
+            _require_coverage(calibration, min_coverage)
         if use_modelopt:
             assignments = _run_modelopt(job)
-            calibration = record(sequences, sequences_source)
             kv_cache = _stored_cache(work)
         else:
-            calibration = _run_streaming(job, workers, min_coverage)
+            _run_streaming(job, calibration, workers)
             kv_cache = recipe.kv_cache
         _write_metadata(job, kv_cache, assignments)
         quantized = reconcile(Checkpoint.open(work), expected)
@@ -165,17 +167,12 @@ class _Job:
     progress: QuantizeProgress | None
 
 
-def _run_streaming(job: _Job, workers: int, min_coverage: int) -> Calibration | None:
-    """Calibrate if need be, and pack shard by shard."""
-    calibration = None
-    if job.recipe.needs_calibration:
-        calibration = _calibration(job)
-        _require_coverage(calibration, min_coverage)
+def _run_streaming(job: _Job, calibration: Calibration | None, workers: int) -> None:
+    """Pack shard by shard."""
     shards = _shard_jobs(job, _scalars(job, calibration))
     total = sum(info.nbytes for info in job.checkpoint.tensors.values())
     report = job.progress.start("packing weights", total) if job.progress else None
     run_jobs(shards, workers=workers, progress=report)
-    return calibration
 
 
 def _run_modelopt(job: _Job) -> dict[str, Assignment]:
@@ -277,11 +274,15 @@ def _exclusive(work: Path) -> Iterator[None]:
     """Hold the job's directory. Raises UserError if another process does."""
     path = work.with_name(f"{work.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"Another process is quantizing into {work}.") from None
+    with ExitStack() as opened:
+        removed = True
+        while removed:  # by its last holder, between our opening and our locking: then it locks nothing
+            file = opened.enter_context(open(path, "w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"Another process is quantizing into {work}.") from None
+            removed = os.fstat(file.fileno()).st_nlink == 0
         try:
             yield
         finally:
@@ -298,8 +299,11 @@ def _open_work(work: Path, identity: dict[str, Any]) -> None:
     write_json(note, identity)
 
 
-def _calibration(job: _Job) -> Calibration:
-    """Calibrate, or take what the stopped job had measured."""
+def _calibration(job: _Job, *, scales: bool) -> Calibration:
+    """Calibrate, or take what the stopped job had measured.
+
+    Without `scales` only the experts' coverage is measured: ModelOpt measures its scales itself.
+    """
     note = job.work / _NOTES / _CALIBRATION
     noted = read_json(note)
     if noted is not None:
@@ -309,9 +313,9 @@ def _calibration(job: _Job) -> Calibration:
         job.checkpoint,
         job.spec,
         job.sequences,
-        job.assignments,
+        job.assignments if scales else {},
         source=job.sequences_source,
-        kv_cache=job.recipe.kv_cache != "none",
+        kv_cache=scales and job.recipe.kv_cache != "none",
         progress=report,
     )
     write_json(note, measured.to_json())

@@ -21,13 +21,21 @@ HTML_NAME = "quant_report.html"
 _TEMPLATE = Path(__file__).parent / "report.html.jinja"
 
 
-def build_report(result: QuantizeResult, evaluation: Evaluation | None, skipped: str = "") -> dict[str, Any]:
+def build_report(
+    result: QuantizeResult,
+    evaluation: Evaluation | None,
+    skipped: str = "",
+    calibrated_on: Mapping[str, str | None] | None = None,
+    compared_on: Mapping[str, str | None] | None = None,
+) -> dict[str, Any]:
     """The report as plain data.
 
     Args:
         result: What was done.
         evaluation: The comparison with the original, if it could be run.
         skipped: Why it could not.
+        calibrated_on: What identifies the data set of the calibration text, if it is from one.
+        compared_on: The same for the text of the comparison.
     """
     original, quantized = Checkpoint.open(result.source), Checkpoint.open(result.out)
     errors = weight_errors(original, quantized, result.assignments)
@@ -50,8 +58,8 @@ def build_report(result: QuantizeResult, evaluation: Evaluation | None, skipped:
             for module, a in result.assignments.items()
         },
         "block_scales": {f"2^{e}": n for e, n in block_scales(quantized, result.assignments).items()},
-        "calibration": None if calibration is None else _calibration(result),
-        "evaluation": None if evaluation is None else evaluation.to_json(),
+        "calibration": None if calibration is None else {**_calibration(result), "dataset": calibrated_on},
+        "evaluation": None if evaluation is None else {**evaluation.to_json(), "dataset": compared_on},
         "evaluation_skipped": skipped or None,
     }
 

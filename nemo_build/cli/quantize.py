@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,8 @@ from nemo_build.errors import UserError
 if TYPE_CHECKING:
     from nemo_build.export.quantize.evaluation import Evaluation
     from nemo_build.export.quantize.quantizer import QuantizeResult
+    from nemo_build.export.quantize.texts import Texts
+    from nemo_build.runtime.tokenizer import Tokenizer
 
 
 @click.command()
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
 )
 @click.option("--recipe", "recipe_name", required=True, help="A shipped recipe's name, or a YAML file.")
 @click.option(
-    "--calib", type=click.Path(path_type=Path), help="Text to calibrate on: .jsonl with text, or plain text."
+    "--calib",
+    metavar="TEXT",
+    help="Text to calibrate on: a file (.jsonl with text, or plain text), or a data set as "
+    "NAME[:SPLIT][,config=NAME][,column=NAME][,revision=NAME]  [default: a short one of ours]",
 )
 @click.option(
     "--calib-samples", type=click.IntRange(1), default=128, show_default=True, help="Most sequences of it."
@@ -53,7 +59,7 @@ if TYPE_CHECKING:
 @click.option(
     "--eval",
     "eval_text",
-    type=click.Path(path_type=Path),
+    metavar="TEXT",
     help="Text to compare them on  [default: the calibration text]",
 )
 @force_option
@@ -62,14 +68,14 @@ def command(
     checkpoint: Path,
     out: Path,
     recipe_name: str,
-    calib: Path | None,
+    calib: str | None,
     calib_samples: int,
     calib_length: int,
     min_coverage: int,
     engine: Literal["streaming", "modelopt"] | None,
     workers: int,
     evaluate: bool,
-    eval_text: Path | None,
+    eval_text: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -78,28 +84,22 @@ def command(
     A job that was stopped goes on where it was when it is started again.
     """
     from nemo_build.engines.compare import compare_checkpoints
-    from nemo_build.export.quantize.calibration import DEFAULT_TEXT, read_texts
+    from nemo_build.export.quantize.calibration import DEFAULT_TEXT
     from nemo_build.export.quantize.quantizer import quantize_checkpoint
     from nemo_build.export.quantize.recipe import load_recipe
     from nemo_build.export.quantize.report import build_report, write_report
+    from nemo_build.export.quantize.texts import open_texts
     from nemo_build.runtime.tokenizer import Tokenizer
 
     recipe = load_recipe(recipe_name)
-    text = calib or DEFAULT_TEXT
+    text = open_texts(calib or str(DEFAULT_TEXT))
+    eval_on = open_texts(eval_text) if eval_text else text
     sequences: list[list[int]] = []
     compared: list[list[int]] = []
     if recipe.needs_calibration or evaluate:
         tokenizer = Tokenizer.load(checkpoint)
-
-        def tokens_of(path: Path) -> list[list[int]]:
-            tokens = (tokenizer.encode(t)[:calib_length] for t in read_texts(path)[:calib_samples])
-            found = [t for t in tokens if len(t) > 1]
-            if not found:
-                raise UserError(f"The text {path} has no sequence of at least two tokens.")
-            return found
-
-        sequences = tokens_of(text)
-        compared = tokens_of(eval_text) if eval_text else sequences
+        sequences = _tokens(tokenizer, text, calib_samples, calib_length)
+        compared = _tokens(tokenizer, eval_on, calib_samples, calib_length) if eval_text else sequences
     with bars() as progress:
         result = quantize_checkpoint(
             checkpoint,
@@ -119,12 +119,21 @@ def command(
                 comparison, skipped = compare_checkpoints(checkpoint, out, compared, progress)
             except UserError as error:
                 skipped = error.headline
-    report = build_report(result, comparison, skipped)
+    report = build_report(result, comparison, skipped, text.dataset, eval_on.dataset)
     write_report(out, report)
     if as_json:
         print_json(report)
         return
     _tell(result, comparison, skipped)
+
+
+def _tokens(tokenizer: Tokenizer, text: Texts, samples: int, length: int) -> list[list[int]]:
+    """Token ids of the first texts, cut to a length."""
+    tokens = (tokenizer.encode(t)[:length] for t in islice(text.texts, samples))
+    found = [t for t in tokens if len(t) > 1]
+    if not found:
+        raise UserError(f"The text {text.name} has no sequence of at least two tokens.")
+    return found
 
 
 def _tell(result: QuantizeResult, comparison: Evaluation | None, skipped: str) -> None:
