@@ -5,6 +5,8 @@
 ``NEMO_BUILD_CACHE``   Directory of the build cache (default: ``$XDG_CACHE_HOME/nemo-build`` or
                        ``~/.cache/nemo-build``).
 ``NEMO_BUILD_THREADS`` Threads of the CPU engine (default: the CPUs this process may use).
+``NEMO_BUILD_ISA``     Instruction set of the CPU kernels: ``avx512bf16``, ``avx512vnni``, ``avx512``, ``avx2``,
+                       ``plain``, or ``reference`` for none of them (default: the best this processor has).
 =====================  ==========================================================================
 """
 
@@ -37,3 +39,8 @@ def threads() -> int:
     if not value.isdecimal() or int(value) == 0:
         raise UserError(f"NEMO_BUILD_THREADS is {value!r}; it must be a positive whole number.")
     return int(value)
+
+
+def instruction_set() -> str | None:
+    """Instruction set of the CPU kernels; None means the best there is."""
+    return os.environ.get("NEMO_BUILD_ISA") or None

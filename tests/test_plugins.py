@@ -8,37 +8,14 @@ import numpy as np
 import onnx
 import onnx.shape_inference
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_build.plugins.codecs import fp8, nvfp4
 from nemo_build.plugins.registry import plugins_by_name, register_schemas
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
 
-from .op_models import one_node_model, run_function, step_control
-
-many = settings(max_examples=25, deadline=None)
-seeds = st.integers(0, 2**32 - 1)
-
-
-def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def check(name: str, inputs: list, attributes: dict, lengths: np.ndarray) -> None:
-    """Compare function and reference: the first output on valid rows, state outputs everywhere."""
-    plugin = plugins_by_name()[name]
-    before = [None if a is None else a.copy() for a in inputs]
-    got = run_function(name, inputs, attributes)
-    want = plugin.reference(*inputs, **attributes)
-    want = want if isinstance(want, tuple) else (want,)
-    valid = np.arange(got[0].shape[1]) < lengths[:, None]
-    size = max(np.abs(want[0][valid]).max(initial=0), 1)
-    np.testing.assert_allclose(got[0][valid], want[0][valid], atol=2e-5 * size, rtol=2e-5)
-    for g, w in zip(got[1:], want[1:], strict=True):
-        np.testing.assert_allclose(g, w, atol=2e-5, rtol=2e-5)
-    for a, b in zip(inputs, before, strict=True):
-        assert a is None or np.array_equal(a, b, equal_nan=True)
+from .op_models import check, many, normal, one_node_model, run_function, seeds, step_control
 
 
 @many
@@ -58,53 +35,6 @@ def test_causal_conv1d(seed, batch, steps, ring, bias):
         *control,
     ]
     check("CausalConv1d", inputs, {}, control[3])
-
-
-@many
-@given(
-    seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9), ring=st.integers(0, 5), clamp=st.booleans()
-)
-def test_selective_scan(seed, batch, steps, ring, clamp):
-    rng = np.random.default_rng(seed)
-    slots, groups, per, head_dim, width = batch + 1, *(int(v) for v in rng.integers(1, 5, 4))
-    heads = groups * per
-    control = step_control(rng, batch, slots, steps, ring, 40)
-    pending = normal(rng, slots, ring, heads * head_dim + groups * width + heads)
-    pending[..., heads * head_dim + groups * width :] = np.abs(
-        pending[..., heads * head_dim + groups * width :]
-    )
-    inputs = [
-        normal(rng, batch, steps, heads * head_dim),
-        normal(rng, batch, steps, heads),
-        normal(rng, batch, steps, groups * width),
-        normal(rng, batch, steps, groups * width),
-        normal(rng, heads),
-        normal(rng, heads),
-        normal(rng, heads),
-        normal(rng, slots, heads, head_dim, width),
-        pending,
-        *control,
-    ]
-    check("SelectiveScan", inputs, {"dt_min": 0.3, "dt_max": 0.9} if clamp else {}, control[3])
-
-
-@many
-@given(seed=seeds, batch=st.integers(1, 4), steps=st.integers(1, 9))
-def test_cached_attention(seed, batch, steps):
-    rng = np.random.default_rng(seed)
-    slots, kv_heads, group, head_dim = batch + 1, *(int(v) for v in rng.integers(1, 5, 3))
-    order, past, _, lengths = step_control(rng, batch, slots, steps, 0, 24)
-    inputs = [
-        normal(rng, batch, steps, kv_heads * group * head_dim),
-        normal(rng, batch, steps, kv_heads * head_dim),
-        normal(rng, batch, steps, kv_heads * head_dim),
-        normal(rng, slots, kv_heads, 24, head_dim),
-        normal(rng, slots, kv_heads, 24, head_dim),
-        order,
-        past,
-        lengths,
-    ]
-    check("CachedAttention", inputs, {"scale": head_dim**-0.5}, lengths)
 
 
 @many
@@ -267,47 +197,6 @@ def test_convolution_commits_part_of_a_step(ring, before):
         for t in range(k):
             state = step(tokens[:, t : t + 1], state, past + t, none)[1]
         np.testing.assert_allclose(got[k], step(probe, state, past + k, none)[0][k], atol=1e-5)
-
-
-@pytest.mark.parametrize("before", [0, 7])
-@pytest.mark.parametrize("ring", [3, 5])
-def test_committing_part_of_a_step_equals_sequential_steps(ring, before):
-    """After accepting k of n tokens the state equals k sequential steps, for every k, rows mixed."""
-    rng = np.random.default_rng(2)
-    heads, head_dim, groups, width, n = 4, 3, 2, 5, 3
-    batch = n + 1
-    slots = rng.permutation(batch).astype(np.int64)
-    features = heads * head_dim + groups * width + heads
-    fixed = [normal(rng, heads) for _ in range(3)]
-    tokens = [normal(rng, batch, n, w) for w in (heads * head_dim, heads, groups * width, groups * width)]
-    probe = [normal(rng, batch, 1, a.shape[2]) for a in tokens]
-    state = normal(rng, batch, heads, head_dim, width)
-    empty = np.zeros((batch, ring, features), np.float32)
-    past, none = np.full(batch, before), np.zeros(batch, np.int64)
-    if before == 0:
-        state[:] = 0
-
-    def step(inputs, state, pending, past, accepted):
-        full = np.full(batch, inputs[0].shape[1])
-        return run_function(
-            "SelectiveScan", [*inputs, *fixed, state, pending, slots, past, accepted, full], {}
-        )
-
-    _, drafted, pending = step(tokens, state, empty, past, none)
-    np.testing.assert_array_equal(drafted, state)
-    accepted = np.arange(batch)
-    y, after, _ = step(probe, drafted, pending, past + accepted, accepted)
-
-    no_ring = np.zeros((batch, 0, features), np.float32)
-    expected, h = state.copy(), state
-    for k in range(batch):
-        row = slots[k]
-        expected[row] = h[row]
-        if k < n:
-            _, h, _ = step([a[:, k : k + 1] for a in tokens], h, no_ring, past + k, none)
-    np.testing.assert_allclose(after, expected, atol=1e-5)
-    y_expected, _, _ = step(probe, expected, no_ring, past + accepted, none)
-    np.testing.assert_allclose(y, y_expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(plugins_by_name()))

@@ -10,7 +10,7 @@
 //
 // Callers pass finite values only; nemo_amax says whether they are.
 
-#include "lanes.h"
+#include "../native/lanes.h"
 
 #include <limits>
 #include <utility>

@@ -104,7 +104,7 @@ def reference(name: str, x: Array, scale: Array | None) -> Array:
         held = np.clip(x / s, -_E4M3_MAX, _E4M3_MAX)
         rounded: Array = held.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * s
         return rounded
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     amax = np.abs(blocks).max(axis=-1, keepdims=True)
     wanted = np.clip(amax / (s * np.float32(_E2M1_MAX)), _SMALLEST_SCALE, _E4M3_MAX)
     step = wanted.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * s

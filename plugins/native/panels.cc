@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The table of formats, and the packing of panels.
+
+#include "panels.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "op.h"
+
+namespace nemo {
+namespace {
+
+constexpr FormatInfo kInfo[kFormats] = {
+    {"nvfp4", 4, 4}, {"int4", 4, 4}, {"fp8", 8, 0}, {"int8", 8, 4}, {"bf16", 16, 0}, {"f16", 16, 0}, {"f32", 32, 0},
+};
+
+// Copies the words of up to 16 rows, `words` each, to chunks; rows and words that are not there become zeros.
+// `have` is how many bytes of a row there are.
+void transpose(const uint8_t* rows, int64_t stride, int64_t count, int64_t have, int64_t words, uint8_t* out) {
+  const int64_t whole = std::min(have / 4, words);
+  for (int64_t w = 0; w < whole; ++w) {
+    for (int64_t r = 0; r < count; ++r) std::memcpy(out + w * kChunk + r * 4, rows + r * stride + w * 4, 4);
+    if (count < kPanelRows) std::memset(out + w * kChunk + count * 4, 0, (kPanelRows - count) * 4);
+  }
+  if (whole == words) return;
+  std::memset(out + whole * kChunk, 0, (words - whole) * kChunk);
+  const int64_t rest = std::clamp<int64_t>(have - whole * 4, 0, 3);
+  for (int64_t r = 0; r < count; ++r) std::memcpy(out + whole * kChunk + r * 4, rows + r * stride + whole * 4, rest);
+}
+
+}  // namespace
+
+const FormatInfo& info(Format format) { return kInfo[static_cast<int>(format)]; }
+
+Format format_named(const std::string& name) {
+  for (int i = 0; i < kFormats; ++i) {
+    if (name == kInfo[i].name) return static_cast<Format>(i);
+  }
+  throw Invalid(("there is no panel format " + name).c_str());
+}
+
+Precision precision_named(const std::string& name) {
+  if (name == "float32") return Precision::kFloat32;
+  if (name == "bfloat16") return Precision::kBFloat16;
+  if (name == "int8") return Precision::kInt8;
+  throw Invalid(("there is no precision " + name).c_str());
+}
+
+Precision effective(Format format, Precision wanted) {
+  const bool integer = info(format).scale_bytes > 0;
+  return wanted == Precision::kInt8 && !integer ? Precision::kBFloat16 : wanted;
+}
+
+void pack_panel(const StoredWeight& weight, int64_t panel, uint8_t* out) {
+  const FormatInfo& f = info(weight.format);
+  const int64_t first = panel * kPanelRows, count = std::min(kPanelRows, weight.rows - first);
+  const int64_t row_bytes = (weight.columns * f.code_bits + 7) / 8;
+  const int64_t block_columns = f.scale_bytes == 0 ? 0 : weight.format == Format::kNvfp4 ? 16 : 32;
+  const int64_t scale_size = block_columns == 16 ? 1 : 2;
+  const int64_t row_scales = block_columns == 0 ? 0 : (weight.columns + block_columns - 1) / block_columns * scale_size;
+  const int64_t words = f.code_bits * 2;
+  for (int64_t s = 0; s < superblocks_of(weight.columns); ++s) {
+    const int64_t from = s * words * 4;
+    transpose(weight.codes + first * row_bytes + from, row_bytes, count, row_bytes - from, words, out);
+    out += words * kChunk;
+    if (block_columns == 0) continue;
+    transpose(weight.scales + first * row_scales + s * 4, row_scales, count, row_scales - s * 4, 1, out);
+    out += kChunk;
+  }
+}
+
+}  // namespace nemo
+
+// For the build, through ctypes: panels first .. first + count - 1 of a stored weight. Formats by their number.
+extern "C" __attribute__((visibility("default"))) void nemo_pack_panels(int format, int64_t rows, int64_t columns,
+                                                                        const uint8_t* codes, const uint8_t* scales,
+                                                                        int64_t first, int64_t count, uint8_t* out) {
+  const nemo::StoredWeight weight{static_cast<nemo::Format>(format), rows, columns, codes, scales};
+  const int64_t bytes = nemo::panel_bytes(weight.format, columns);
+  for (int64_t i = 0; i < count; ++i) nemo::pack_panel(weight, first + i, out + i * bytes);
+}
