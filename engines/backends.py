@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_build.engines.session import Session
 from nemo_build.errors import BundleError
+from nemo_build.plugins import native
 
 
 def open_session(
@@ -41,6 +42,11 @@ def open_session(
     if name not in BACKENDS:
         known = ", ".join(BACKENDS)
         raise BundleError(f"{directory} was built for the backend {name!r}; this version has {known}.")
+    if manifest["options"]["weights"] not in ("plain", "in-place") and native.library() is None:
+        raise BundleError(
+            f"The weights of {directory} are laid out for the native kernels, which are not to be had here.",
+            hint="`nemo-build doctor` says why; an engine built with --weights plain runs without them.",
+        )
     sizes = {"slots": slots, "context": context, "pending": pending}
     return BACKENDS[name](
         directory / manifest["graphs"][graph]["file"], threads=threads, hidden=hidden, **sizes

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,15 +28,39 @@ from nemo_build.bundle import (
     write_manifest,
 )
 from nemo_build.engines.cache import ContentDigests, EngineCache
+from nemo_build.engines.lowering import CONVERSIONS, lower, set_precision
 from nemo_build.engines.plan import MemoryPlan, host_memory, plan_memory
 from nemo_build.engines.targets import TARGETS
-from nemo_build.engines.weights import PackedWeight, lay_out, point_at, write_packed
+from nemo_build.engines.weights import (
+    PlacedWeight,
+    StoredTensor,
+    Weight,
+    copied_weights,
+    place,
+    point_at,
+    stored_tensors,
+    write_packed,
+)
 from nemo_build.errors import BundleError, UserError
 from nemo_build.export.safetensors_header import HeaderError, read_header
+from nemo_build.plugins import native
 from nemo_build.spec import ModelSpec
 from nemo_build.state import StateSpec
 
 WEIGHTS_FILE = "weights.bin"
+EMBEDDINGS = "backbone.embeddings.weight"
+
+WEIGHTS: Mapping[str, str] = {
+    "auto": "packed where the native kernels are to be had, else plain",
+    "packed": "as stored, laid out for the native kernels",
+    **{name: f"packed, and unquantized projections converted to {name}" for name in CONVERSIONS},
+    "plain": "copied as the checkpoint stores them; any ONNX Runtime runs the engine",
+    "in-place": "not copied: the engine reads the checkpoint's own files, through hard links",
+}
+"""How an engine may hold its weights."""
+
+ACTIVATIONS = ("auto", "float32", "bfloat16", "int8")
+"""What projections may round their inputs to."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +71,16 @@ class BuildOptions:
         max_sequences: Sequences at a time.
         max_context: Positions per sequence; ``None`` means the model's limit, but at most 8192.
         memory: Bytes that the engine may use; ``None`` means all of the target's.
+        weights: A name of :data:`WEIGHTS`.
+        activations: What projections round their inputs to, ``float32``, ``bfloat16`` or ``int8``; ``auto`` is
+            bfloat16 for a checkpoint in bfloat16, else float32. Sums are float32 always.
     """
 
     max_sequences: int = 8
     max_context: int | None = None
     memory: int | None = None
+    weights: str = "auto"
+    activations: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -108,16 +137,17 @@ def build_engine(
         name: onnx.load(bundle / g["file"], load_external_data=False)
         for name, g in manifest["graphs"].items()
     }
-    weights = lay_out(models.values())
-    _check_shards(manifest, folder, weights)
-    settings = _settings(manifest, options)
+    tensors = stored_tensors(models.values())
+    _check_shards(manifest, folder, tensors.values())
+    settings = _settings(manifest, options, tensors)
+    weights = _weights(models.values(), settings)
     plan = _plan(manifest, weights, settings)
     if options.memory is None:
         plan.require(host_memory(), "this machine")
     else:
         plan.require(options.memory, "the memory allowed")
 
-    contents = _content_digests(folder, weights, progress)
+    contents = _content_digests(folder, tensors.values(), progress)
     provenance = {
         "nemo_build": nemo_build.__version__,
         "engine_format": FORMAT_VERSION,
@@ -136,7 +166,8 @@ def build_engine(
     def fill(directory: Path) -> None:
         _write_engine(directory, bundle, folder, manifest, models, weights, provenance, plan, progress)
 
-    if not use_cache:
+    # An engine in place shares its files with the checkpoint, which the cache must not make read-only.
+    if not use_cache or settings["weights"] == "in-place":
         with publish(out) as directory:
             fill(directory)
         return BuildResult(out, plan, key, cached=False)
@@ -155,17 +186,26 @@ def _write_engine(
     folder: Path,
     manifest: dict[str, Any],
     models: dict[str, onnx.ModelProto],
-    weights: list[PackedWeight],
+    weights: list[PlacedWeight],
     provenance: dict[str, Any],
     plan: MemoryPlan,
     progress: BuildProgress | None,
 ) -> None:
     """Write all files of an engine into an empty directory."""
-    report = progress.start("packing weights", sum(w.nbytes for w in weights)) if progress else None
-    digest = write_packed(weights, folder, directory / WEIGHTS_FILE, report)
+    in_place = provenance["options"]["weights"] == "in-place"
+    if in_place:
+        weight_files = _link_shards(directory, folder, weights, provenance)
+    else:
+        report = (
+            progress.start("packing weights", sum(w.weight.nbytes for w in weights)) if progress else None
+        )
+        weight_files = {WEIGHTS_FILE: write_packed(weights, folder, directory / WEIGHTS_FILE, report)}
     graphs = {}
     for name, model in models.items():
-        point_at(model, weights, WEIGHTS_FILE)
+        if in_place:
+            _point_at_links(model)
+        else:
+            point_at(model, weights, WEIGHTS_FILE)
         path = directory / f"{name}.onnx"
         path.write_bytes(model.SerializeToString(deterministic=True))
         entry = manifest["graphs"][name]
@@ -183,10 +223,8 @@ def _write_engine(
             if path.is_file()
         },
         "weights": {
-            "file": WEIGHTS_FILE,
-            "sha256": digest,
-            "computed_as": "float32",
-            "tensors": {w.name: w.to_json() for w in weights},
+            "files": weight_files,
+            "tensors": {w.weight.name: w.to_json() for w in weights},
         },
     }
     write_manifest(directory, ENGINE_BUNDLE, content)
@@ -199,45 +237,111 @@ def _require_target(name: str) -> None:
         raise UserError(f"This version builds engines for cpu only, not yet for {name}.")
 
 
-def _settings(manifest: dict[str, Any], options: BuildOptions) -> dict[str, int]:
-    """The options with defaults filled in; sizes that make no sense are refused."""
+def _settings(
+    manifest: dict[str, Any], options: BuildOptions, tensors: Mapping[str, StoredTensor]
+) -> dict[str, Any]:
+    """The options with defaults filled in; what makes no sense is refused."""
     limit = int(manifest["spec"]["max_positions"])
     context = min(limit, 8192) if options.max_context is None else options.max_context
+    weights = options.weights
+    if weights == "auto":
+        weights = "packed" if native.chosen() else "plain"
+    activations = options.activations
+    if activations == "auto":
+        lowered = weights != "plain" and tensors[EMBEDDINGS].dtype == "BF16"
+        activations = "bfloat16" if lowered else "float32"
     problems = []
     if options.max_sequences < 1:
         problems.append(f"--max-sequences is {options.max_sequences}; it must be at least 1")
     if not 1 <= context <= limit:
         problems.append(f"--max-context is {context}; the model allows 1 to {limit}")
+    if weights not in WEIGHTS:
+        problems.append(f"--weights is {weights}; there are {', '.join(WEIGHTS)}")
+    elif weights not in ("plain", "in-place") and not native.chosen():
+        problems.append(
+            f"--weights {weights} needs the native kernels, which are not to be had (nemo-build doctor)"
+        )
+    if activations not in ACTIVATIONS:
+        problems.append(f"--activations is {activations}; there are {', '.join(ACTIVATIONS)}")
+    elif weights == "plain" and activations != "float32":
+        problems.append(f"--weights plain computes in float32, not with --activations {activations}")
     if problems:
         raise UserError("The engine cannot be built as asked:", problems)
     return {
         "max_sequences": options.max_sequences,
         "max_context": context,
+        "weights": weights,
+        "activations": activations,
     }
 
 
-def _plan(manifest: dict[str, Any], weights: Iterable[PackedWeight], settings: dict[str, int]) -> MemoryPlan:
-    """The memory plan; ONNX Runtime's own kernels compute with float32 copies of all but the embedding table."""
-    weights = list(weights)
+def _weights(models: Iterable[onnx.ModelProto], settings: Mapping[str, Any]) -> list[PlacedWeight]:
+    """The engine's weights; the graphs are lowered for the native kernels where they are asked for."""
+    models = list(models)
+    kind, precision = settings["weights"], settings["activations"]
+    packed: dict[str, Weight] = {}
+    if kind == "in-place":
+        for model in models:
+            set_precision(model, precision)
+        return [PlacedWeight(w, w.tensor.offset) for w in copied_weights(models).values()]
+    if kind != "plain":
+        packed = lower(models, precision=precision, convert=kind if kind in CONVERSIONS else None)
+    return place([*packed.values(), *copied_weights(models, besides=packed).values()])
+
+
+def _plan(
+    manifest: dict[str, Any], weights: Iterable[PlacedWeight], settings: Mapping[str, Any]
+) -> MemoryPlan:
+    """The memory plan. With plain weights, it assumes that ONNX Runtime's own kernels run the engine."""
+    tensors = [w.weight for w in weights]
     spec = ModelSpec.from_json(manifest["spec"])
-    table = {w.name: w for w in weights}["backbone.embeddings.weight"]
-    in_memory = sum(4 * w.elements for w in weights if w is not table) + table.nbytes
-    if spec.tie_word_embeddings:
-        in_memory += 4 * math.prod(table.shape)  # as the head it is a projection like the others
+    in_memory = sum(t.nbytes if settings["weights"] == "in-place" else t.memory() for t in tensors)
     states = [StateSpec.from_json(s) for g in manifest["graphs"].values() for s in g["state"]]
     return plan_memory(
         spec,
         states,
         slots=settings["max_sequences"],
         context=settings["max_context"],
-        weights_file=sum(w.nbytes for w in weights),
+        weights_file=sum(t.nbytes for t in tensors),
         weights_memory=in_memory,
     )
 
 
-def _check_shards(manifest: dict[str, Any], folder: Path, weights: Iterable[PackedWeight]) -> None:
+def _link_shards(
+    directory: Path, folder: Path, weights: Iterable[PlacedWeight], provenance: Mapping[str, Any]
+) -> dict[str, str]:
+    """Hard links to the checkpoint's files inside the engine; returns their sha256 by name."""
+    sources = sorted({t.source for w in weights for t in w.weight.sources()})
+    digests = dict(zip(sources, provenance["inputs"]["shards_sha256"], strict=True))
+    linked = {}
+    for source in sources:
+        name = _link_name(source)
+        try:
+            os.link((folder / source).resolve(), directory / name)
+        except OSError as error:
+            raise UserError(
+                f"Cannot hard-link {folder / source} into the engine: {error.strerror}.",
+                hint="Write the engine to the checkpoint's file system, or build with --weights packed.",
+            ) from error
+        linked[name] = digests[source]
+    return linked
+
+
+def _link_name(source: str) -> str:
+    return f"shard-{Path(source).name}"
+
+
+def _point_at_links(model: onnx.ModelProto) -> None:
+    """Make the external weights refer to the links."""
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = _link_name(entry.value)
+
+
+def _check_shards(manifest: dict[str, Any], folder: Path, tensors: Iterable[StoredTensor]) -> None:
     """Raise BundleError if a shard is gone or its size or header is not what was exported."""
-    sources = sorted({w.source for w in weights})
+    sources = sorted({t.source for t in tensors})
     known = manifest["checkpoint"]["files"].values()
     expected = {(f["size"], f["header_sha256"]) for f in known}
     problems = []
@@ -255,11 +359,11 @@ def _check_shards(manifest: dict[str, Any], folder: Path, weights: Iterable[Pack
 
 
 def _content_digests(
-    folder: Path, weights: Iterable[PackedWeight], progress: BuildProgress | None
+    folder: Path, tensors: Iterable[StoredTensor], progress: BuildProgress | None
 ) -> list[str]:
     """Sha256 of every shard's contents, in order of their names."""
     digests = ContentDigests()
-    paths = [(folder / source).resolve() for source in sorted({w.source for w in weights})]
+    paths = [(folder / source).resolve() for source in sorted({t.source for t in tensors})]
     unread = sum(p.stat().st_size for p in paths if not digests.is_known(p))
     report = progress.start("hashing weights", unread) if progress and unread else None
     return [digests.digest(path, report) for path in paths]

@@ -92,13 +92,15 @@ def inspect(path: Path) -> Report:
 def verify_weights(path: Path, progress: Progress | None = None) -> None:
     """Read an engine's weights whole and compare their sha256. Raises BundleError if they differ."""
     manifest = read_manifest(path, ENGINE_BUNDLE)
-    weights = path / manifest["weights"]["file"]
-    if not weights.is_file():
-        raise BundleError(f"{weights} is missing.", hint="Build the engine again.")
-    if sha256_file(weights, progress) != manifest["weights"]["sha256"]:
-        raise BundleError(
-            f"{weights} is not what was built (sha256 differs).", hint="Build the engine again."
-        )
+    problems = []
+    for name, digest in manifest["weights"]["files"].items():
+        weights = path / name
+        if not weights.is_file():
+            problems.append(f"{weights} is missing")
+        elif sha256_file(weights, progress) != digest:
+            problems.append(f"{weights} is not what was built (sha256 differs)")
+    if problems:
+        raise BundleError("The engine's weights are damaged:", problems, "Build the engine again.")
 
 
 def _inspect_engine(path: Path) -> Report:
@@ -106,13 +108,12 @@ def _inspect_engine(path: Path) -> Report:
     tensors = manifest["weights"]["tensors"]
     by_dtype: Counter[str] = Counter()
     for tensor in tensors.values():
-        by_dtype[tensor["dtype"]] += tensor["nbytes"]
+        by_dtype[tensor.get("format", tensor["dtype"])] += tensor["nbytes"]
     engine = {
         "target": manifest["target"],
         "backend": manifest["backend"],
         "options": manifest["options"],
         "plan": manifest["plan"],
-        "computed_as": manifest["weights"]["computed_as"],
     }
     spec = ModelSpec.from_json(manifest["spec"])
     return _report(path, "engine", spec, len(tensors), dict(by_dtype), engine)

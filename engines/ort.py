@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nemo_build.engines.session import StepBatch, StepOutput, check_batch
 from nemo_build.errors import BundleError
+from nemo_build.plugins import native
 from nemo_build.state import StateSpec
 
 _FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
@@ -21,6 +22,8 @@ _FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 class OrtSession:
     """A step graph in ONNX Runtime on the CPU, its state updated in place.
+
+    The ops run in the native kernels where those are to be had, else in the reference functions of the graph.
 
     State buffers are NumPy arrays that are bound as input and as output of the graph. That is sound because
     of how the ops are defined: each state input has one reader, and what is written depends on what was read.
@@ -50,6 +53,9 @@ class OrtSession:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
+        library = native.library()
+        if library is not None:
+            options.register_custom_ops_library(str(library))
         if weights_folder is not None:
             options.add_session_config_entry(_FOLDER_OPTION, weights_folder)
         try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import onnx
 
@@ -25,33 +25,132 @@ _DTYPE_NAMES = {int(value): name for name, value in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """Where a weight comes from and where it lies in the packed file; dtype by its safetensors name.
-
-    Offsets and sizes are in bytes.
-    """
+class StoredTensor:
+    """A tensor in a file of the checkpoint; dtype by its safetensors name, offset and size in bytes."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     source: str
-    source_offset: int
     offset: int
     nbytes: int
 
+    @classmethod
+    def of(cls, tensor: onnx.TensorProto) -> StoredTensor:
+        """What an external initializer of a model bundle refers to."""
+        entries = external_entries(tensor)
+        dtype, shape = _DTYPE_NAMES[tensor.data_type], tuple(tensor.dims)
+        offset, length = int(entries["offset"]), int(entries["length"])
+        return cls(tensor.name, dtype, shape, entries["location"], offset, length)
+
+    def read(self, folder: Path, start: int = 0, count: int | None = None) -> bytes:
+        """`count` of its bytes from `start`. Raises BundleError if the file has become shorter."""
+        count = self.nbytes - start if count is None else count
+        with open(folder / self.source, "rb") as file:
+            file.seek(self.offset + start)
+            data = file.read(count)
+        if len(data) != count:
+            raise BundleError(f"{folder / self.source} ends within {self.name}.", hint="Export it again.")
+        return data
+
+
+class Weight(Protocol):
+    """A tensor of an engine's weights file.
+
+    Attributes:
+        name: Name of the initializer.
+        dtype: Safetensors name of the dtype.
+        shape: Shape of the initializer.
+        nbytes: Size in the file.
+    """
+
     @property
-    def elements(self) -> int:
-        """Values it holds; a byte of packed NVFP4 holds two."""
-        return math.prod(self.shape) * (2 if self.dtype == "U8" else 1)
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def sources(self) -> Iterable[StoredTensor]:
+        """The checkpoint's tensors that it is made of."""
+        ...
+
+    def chunks(self, folder: Path) -> Iterator[Any]:
+        """Its contents, piece by piece: buffers of bounded size."""
+        ...
+
+    def memory(self) -> int:
+        """Bytes it takes in memory at run time."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine's manifest says of it, its place apart."""
+        ...
+
+
+@dataclass(frozen=True)
+class CopiedWeight:
+    """A tensor whose bytes are the checkpoint's.
+
+    Attributes:
+        tensor: The checkpoint's tensor.
+        gathered: Whether rows of it are looked up as they are stored. ONNX Runtime keeps a float32 copy of any
+            other, in which it computes.
+    """
+
+    tensor: StoredTensor
+    gathered: bool
+
+    @property
+    def name(self) -> str:
+        """The initializer's and the tensor's name."""
+        return self.tensor.name
+
+    @property
+    def dtype(self) -> str:
+        """As stored."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As stored."""
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        """As stored."""
+        return self.tensor.nbytes
+
+    def sources(self) -> Iterable[StoredTensor]:
+        """The tensor."""
+        return (self.tensor,)
+
+    def chunks(self, folder: Path) -> Iterator[bytes]:
+        """Its bytes."""
+        for start in range(0, self.nbytes, _CHUNK):
+            yield self.tensor.read(folder, start, min(_CHUNK, self.nbytes - start))
+
+    def memory(self) -> int:
+        """As stored if it is looked up, else four bytes a value; a byte of packed NVFP4 holds two."""
+        return self.nbytes if self.gathered else 4 * math.prod(self.shape) * (2 if self.dtype == "U8" else 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Dtype and shape."""
+        return {"dtype": self.dtype, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True)
+class PlacedWeight:
+    """A weight and its offset in the file, in bytes."""
+
+    weight: Weight
+    offset: int
 
     def to_json(self) -> dict[str, Any]:
         """What the engine's manifest says of it."""
-        return {
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "offset": self.offset,
-            "nbytes": self.nbytes,
-        }
+        return {**self.weight.describe(), "offset": self.offset, "nbytes": self.weight.nbytes}
 
 
 def external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
@@ -61,34 +160,48 @@ def external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
     return {e.key: e.value for e in tensor.external_data}
 
 
-def lay_out(models: Iterable[onnx.ModelProto]) -> list[PackedWeight]:
-    """Give every external weight of the models a place, in order of first use, each one once."""
-    placed: dict[str, PackedWeight] = {}
-    offset = 0
+def stored_tensors(
+    models: Iterable[onnx.ModelProto], besides: Container[str] = ()
+) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors that the models refer to, by name, in order of first use."""
+    found: dict[str, StoredTensor] = {}
     for model in models:
         for tensor in model.graph.initializer:
-            entries = external_entries(tensor)
-            if not entries:
-                continue
-            source, start, length = entries["location"], int(entries["offset"]), int(entries["length"])
-            known = placed.get(tensor.name)
-            if known is not None:
-                if (known.source, known.source_offset, known.nbytes) != (source, start, length):
+            if external_entries(tensor) and tensor.name not in besides:
+                stored = StoredTensor.of(tensor)
+                if found.setdefault(tensor.name, stored) != stored:
                     raise ValueError(f"{tensor.name} is two different weights in the graphs of one engine")
-                continue
-            offset = -(-offset // ALIGNMENT) * ALIGNMENT
-            dtype = _DTYPE_NAMES[tensor.data_type]
-            placed[tensor.name] = PackedWeight(
-                tensor.name, dtype, tuple(tensor.dims), source, start, offset, length
-            )
-            offset += length
-    return list(placed.values())
+    return found
+
+
+def copied_weights(
+    models: Iterable[onnx.ModelProto], besides: Container[str] = ()
+) -> dict[str, CopiedWeight]:
+    """The external initializers of the models that are the checkpoint's tensors: all but those in `besides`."""
+    models = list(models)
+    gathered = {n.input[0] for m in models for n in m.graph.node if n.op_type == "Gather"}
+    elsewhere = {i for m in models for n in m.graph.node if n.op_type != "Gather" for i in n.input}
+    return {
+        name: CopiedWeight(tensor, name in gathered - elsewhere)
+        for name, tensor in stored_tensors(models, besides).items()
+    }
+
+
+def place(weights: Iterable[Weight]) -> list[PlacedWeight]:
+    """Give every weight an aligned place in the file, in the order given."""
+    placed = []
+    offset = 0
+    for weight in weights:
+        offset = -(-offset // ALIGNMENT) * ALIGNMENT
+        placed.append(PlacedWeight(weight, offset))
+        offset += weight.nbytes
+    return placed
 
 
 def write_packed(
-    weights: Iterable[PackedWeight], folder: Path, out: Path, progress: Progress | None = None
+    weights: Iterable[PlacedWeight], folder: Path, out: Path, progress: Progress | None = None
 ) -> str:
-    """Copy the weights from `folder` to the packed file; returns its sha256. Memory: one chunk.
+    """Write the weights file from the checkpoint's files in `folder`; returns its sha256. Memory: one chunk.
 
     Raises:
         BundleError: A file has become shorter.
@@ -96,34 +209,26 @@ def write_packed(
     digest = hashlib.sha256()
     position = 0
     with open(out, "wb") as target:
-        for weight in weights:
-            padding = b"\0" * (weight.offset - position)
+        for placed in weights:
+            padding = b"\0" * (placed.offset - position)
             target.write(padding)
             digest.update(padding)
-            with open(folder / weight.source, "rb") as source:
-                source.seek(weight.source_offset)
-                left = weight.nbytes
-                while left:
-                    chunk = source.read(min(left, _CHUNK))
-                    if not chunk:
-                        raise BundleError(
-                            f"{folder / weight.source} ends within {weight.name}.", hint="Export it again."
-                        )
-                    target.write(chunk)
-                    digest.update(chunk)
-                    left -= len(chunk)
-                    if progress:
-                        progress(len(chunk))
-            position = weight.offset + weight.nbytes
+            for chunk in placed.weight.chunks(folder):
+                target.write(chunk)
+                digest.update(chunk)
+                if progress:
+                    progress(len(chunk))
+            position = placed.offset + placed.weight.nbytes
     return digest.hexdigest()
 
 
-def point_at(model: onnx.ModelProto, weights: Iterable[PackedWeight], location: str) -> None:
+def point_at(model: onnx.ModelProto, weights: Iterable[PlacedWeight], location: str) -> None:
     """Make the model's external weights refer to the packed file."""
-    by_name = {w.name: w for w in weights}
+    by_name = {w.weight.name: w for w in weights}
     for tensor in model.graph.initializer:
         if external_entries(tensor):
-            weight = by_name[tensor.name]
+            placed = by_name[tensor.name]
             del tensor.external_data[:]
-            for key, value in (("location", location), ("offset", weight.offset), ("length", weight.nbytes)):
+            entries = (("location", location), ("offset", placed.offset), ("length", placed.weight.nbytes))
+            for key, value in entries:
                 tensor.external_data.add(key=key, value=str(value))

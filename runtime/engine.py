@@ -322,12 +322,12 @@ def _sizes(options: Mapping[str, int], sequences: int | None, context: int | Non
 def _check_engine(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Graphs and text files by digest, the weights by size (``inspect --verify`` reads them whole)."""
     check_files(directory, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
-    weights = directory / manifest["weights"]["file"]
-    size = manifest["sizes"][weights.name]
-    found = weights.stat().st_size if weights.is_file() else None
-    if found != size:
-        raise BundleError(
-            f"{weights} is damaged: it should have {size} bytes, "
-            + ("but is missing." if found is None else f"but has {found}."),
-            hint="Build the engine again.",
-        )
+    problems = []
+    for name in manifest["weights"]["files"]:
+        size, path = manifest["sizes"][name], directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            has = "but is missing" if found is None else f"but has {found}"
+            problems.append(f"{path} should have {size} bytes, {has}")
+    if problems:
+        raise BundleError("The engine's weights are damaged:", problems, "Build the engine again.")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a checkpoint with the tensors of Nemotron 3.5 Lightning 30B-A3B as sparse files.
+"""Write a checkpoint with the tensors of Nemotron 3.5 Lightning 30B-A3B.
 
-All weights are zero and take no disk space; names, shapes and dtypes are the release's: 6,513 tensors and 65.8 GB
-for BF16, 18,487 tensors and 21.6 GB for NVFP4. It shows what the tool does at full size where the weights
-themselves are not at hand.
+Names, shapes and dtypes are the release's: 6,513 tensors and 65.8 GB for BF16, 18,487 tensors and 21.6 GB for NVFP4.
+Weights are zeros that take no disk space (sparse files), or with --random numbers of a plausible size that do. It
+shows what the tool does at full size, or at full width with few layers, where the weights themselves are not at hand.
 
-    python scripts/synthetic_checkpoint.py [--format nvfp4] OUT
+    python scripts/synthetic_checkpoint.py [--format bf16|nvfp4|nvfp4-all] [--random] [--pattern MEM*E] OUT
+
+nvfp4-all is NVFP4 in every projection of the trunk, where the release has FP8 and BF16 in Mamba and attention.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
 
 PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 KINDS = {"M": "mamba", "E": "moe", "*": "attention"}
@@ -112,12 +117,14 @@ def mixer(kind: str, prefix: str, router_dtype: str = "F32") -> Tensors:
     return out | {f"{prefix}.{name}": ("BF16", shape) for name, shape in bf16.items()}
 
 
-def release_tensors() -> Tensors:
-    """All tensors of the BF16 release."""
+def release_tensors(pattern: str = PATTERN, mtp: bool = True) -> Tensors:
+    """All tensors of the BF16 release, or of one with other layers."""
     tensors: Tensors = {"backbone.embeddings.weight": ("BF16", (131072, 2688))}
-    for i, c in enumerate(PATTERN):
+    for i, c in enumerate(pattern):
         tensors |= mixer(KINDS[c], f"backbone.layers.{i}")
     tensors |= {"backbone.norm_f.weight": ("BF16", (2688,)), "lm_head.weight": ("BF16", (131072, 2688))}
+    if not mtp:
+        return tensors
     tensors |= {f"mtp.layers.0.{n}.weight": ("BF16", (2688,)) for n in ("enorm", "hnorm")}
     tensors["mtp.layers.0.eh_proj.weight"] = ("BF16", (2688, 5376))
     tensors |= mixer("attention", "mtp.layers.0")
@@ -126,13 +133,14 @@ def release_tensors() -> Tensors:
     return tensors
 
 
-def nvfp4_tensors() -> Tensors:
-    """All tensors of the NVFP4 release: experts and head in NVFP4, Mamba projections and caches in FP8."""
+def nvfp4_tensors(release: Tensors, everything: bool = False) -> Tensors:
+    """The NVFP4 release: NVFP4 experts and head, FP8 Mamba projections and caches; or NVFP4 in all projections."""
     out: Tensors = {}
-    for name, (dtype, shape) in release_tensors().items():
+    for name, (dtype, shape) in release.items():
         module = name.removesuffix(".weight")
         trunk = not name.startswith("mtp.")
-        if trunk and (".experts." in name or ".shared_experts." in name or module == "lm_head"):
+        experts = ".experts." in name or ".shared_experts." in name or module == "lm_head"
+        if trunk and (experts or (everything and module.endswith("_proj"))):
             rows, columns = shape
             out[name] = ("U8", (rows, columns // 2))
             out[f"{module}.weight_scale"] = ("F8_E4M3", (rows, columns // 16))
@@ -147,8 +155,8 @@ def nvfp4_tensors() -> Tensors:
     return out
 
 
-def write_checkpoint(out: Path, tensors: Tensors, config: dict[str, object]) -> None:
-    """Write configuration, index and sparse shards of at most :data:`SHARD_BYTES`."""
+def write_checkpoint(out: Path, tensors: Tensors, config: dict[str, object], *, random: bool = False) -> None:
+    """Write configuration, index and shards of at most :data:`SHARD_BYTES`: sparse ones, or random numbers."""
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(config, indent=1))
     generation = {
@@ -171,14 +179,14 @@ def write_checkpoint(out: Path, tensors: Tensors, config: dict[str, object]) -> 
     weight_map = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_sparse(out / file, shard)
+        _write_shard(out / file, shard, random)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(_nbytes(*t) for t in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _write_sparse(path: Path, tensors: Tensors) -> None:
+def _write_shard(path: Path, tensors: Tensors, random: bool) -> None:
     header, at = {}, 0
     for name, (dtype, shape) in tensors.items():
         end = at + _nbytes(dtype, shape)
@@ -188,7 +196,37 @@ def _write_sparse(path: Path, tensors: Tensors) -> None:
     data += b" " * (-len(data) % 8)
     with open(path, "wb") as file:
         file.write(len(data).to_bytes(8, "little") + data)
-        file.truncate(8 + len(data) + at)
+        if random:
+            for name, (dtype, shape) in tensors.items():
+                _write_random(file, name, dtype, math.prod(shape))
+        else:
+            file.truncate(8 + len(data) + at)
+
+
+def _write_random(file: BinaryIO, name: str, dtype: str, count: int) -> None:
+    """Values of a plausible size; large tensors repeat a block of random numbers, each from a place of its own."""
+    rng = np.random.default_rng(list(name.encode()))
+    if dtype == "F32" and count == 1:
+        file.write(np.float32(0.004 if name.endswith(("scale", "scale_2")) else 0).tobytes())
+        return
+    block = min(count, 1 << 22)
+    if dtype == "U8":
+        codes = rng.integers(0, 256, block, np.uint8)
+    elif dtype == "F8_E4M3" and name.endswith("weight_scale"):
+        codes = rng.integers(0x30, 0x40, block, np.uint8)  # 0.5 to 1.9
+    elif dtype == "F8_E4M3":
+        codes = rng.integers(0, 256, block, np.uint8) & 0xBF  # below 2
+    else:
+        values = rng.standard_normal(block).astype(np.float32) * np.float32(0.02)
+        if "norm" in name or name.endswith((".A_log", ".D")):
+            values += 1
+        words = values.view(np.uint32)
+        codes = values.view(np.uint8) if dtype == "F32" else (words >> 16).astype(np.uint16).view(np.uint8)
+    left = _nbytes(dtype, (count,))
+    while left:
+        piece = codes[:left]
+        file.write(piece.tobytes())
+        left -= len(piece)
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -198,12 +236,20 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--format", choices=["bf16", "nvfp4"], default="bf16")
+    parser.add_argument("--format", choices=["bf16", "nvfp4", "nvfp4-all"], default="bf16")
+    parser.add_argument("--random", action="store_true", help="numbers instead of zeros")
+    parser.add_argument("--pattern", default=PATTERN, help="layers: M Mamba, E experts, * attention")
+    parser.add_argument("--no-mtp", action="store_true", help="without the MTP module")
     options = parser.parse_args()
-    out = options.out
-    tensors = release_tensors() if options.format == "bf16" else nvfp4_tensors()
-    write_checkpoint(out, tensors, CONFIG)
-    print(f"{out}: {len(tensors)} tensors, {sum(_nbytes(*t) for t in tensors.values()):,} bytes (sparse)")
+    tensors = release_tensors(options.pattern, not options.no_mtp)
+    if options.format != "bf16":
+        tensors = nvfp4_tensors(tensors, everything=options.format == "nvfp4-all")
+    config = {**CONFIG, "layers_block_type": [KINDS[c] for c in options.pattern]}
+    config["num_hidden_layers"] = len(options.pattern)
+    if options.no_mtp:
+        config["num_nextn_predict_layers"] = 0
+    write_checkpoint(options.out, tensors, config, random=options.random)
+    print(f"{options.out}: {len(tensors)} tensors, {sum(_nbytes(*t) for t in tensors.values()):,} bytes")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.engines.inspect import inspect, verify_weights
 from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.plan import host_memory
-from nemo_build.engines.weights import lay_out
+from nemo_build.engines.weights import stored_tensors
 from nemo_build.errors import BundleError, PlanError, UserError
 from nemo_build.export.exporter import export_bundle
 
@@ -128,7 +129,7 @@ def test_a_weight_of_two_meanings_is_refused(tiny_bundle):
         if entry.key == "offset":
             entry.value = "8"
     with pytest.raises(ValueError, match="two different weights"):
-        lay_out(models)
+        stored_tensors(models)
 
 
 def test_engine_computes_what_the_bundle_computes(tiny_bundle, tmp_path):
@@ -140,10 +141,15 @@ def test_engine_computes_what_the_bundle_computes(tiny_bundle, tmp_path):
 
 
 def test_manifest_says_where_it_came_from(tiny_checkpoint, tiny_bundle, tmp_path):
-    build_engine(tiny_bundle, tmp_path / "engine", options=OPTIONS)
+    build_engine(tiny_bundle, tmp_path / "engine", options=replace(OPTIONS, weights="plain"))
     manifest = read_manifest(tmp_path / "engine", ENGINE_BUNDLE)
     tensors = manifest["weights"]["tensors"]
-    assert manifest["options"] == {"max_sequences": 2, "max_context": 64}
+    assert manifest["options"] == {
+        "max_sequences": 2,
+        "max_context": 64,
+        "weights": "plain",
+        "activations": "float32",
+    }
     assert tensors["backbone.embeddings.weight"]["dtype"] == "F32"
     assert all(t["offset"] % 64 == 0 for t in tensors.values())
     report = inspect(tiny_checkpoint)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.session import StepBatch
+from nemo_build.plugins import native
 
 from .mtp_reference import save_with_mtp
 from .tiny import (
@@ -28,13 +29,20 @@ from .tiny import (
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[(kind, kernels) for kind in KINDS for kernels in ("reference", "native")]
+)
 def pair(request, tmp_path_factory):
-    """A reference model and the session of its exported checkpoint."""
-    model = reference_model(**KINDS[request.param])
+    """A reference model and the session of its exported checkpoint, in the reference functions or native kernels."""
+    kind, kernels = request.param
+    model = reference_model(**KINDS[kind])
     directory = tmp_path_factory.mktemp("tiny")
     save_checkpoint(model, directory / "checkpoint")
-    return model, open_exported(directory / "checkpoint", directory / "bundle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "NEMO_BUILD_ISA", "reference" if kernels == "reference" else native.instruction_sets()[-1]
+        )
+        return model, open_exported(directory / "checkpoint", directory / "bundle")
 
 
 def tokens_of(n: int, seed: int = 0) -> list[int]:

@@ -19,6 +19,20 @@ _MAX_MEMORY = 1e9
 @click.option("--max-sequences", type=int, default=8, show_default=True, help="Sequences at a time.")
 @click.option("--max-context", type=int, help="Positions per sequence  [default: the model's, at most 8192]")
 @click.option("--memory", type=float, help="GiB that the engine may use  [default: the machine's]")
+@click.option(
+    "--weights",
+    default="auto",
+    show_default=True,
+    metavar="KIND",
+    help="How the engine holds them; see below.",
+)
+@click.option(
+    "--activations",
+    default="auto",
+    show_default=True,
+    metavar="TYPE",
+    help="What projections round their inputs to: float32, bfloat16, int8; auto is the checkpoint's own type.",
+)
 @click.option("--no-cache", is_flag=True, help="Neither take the engine from the build cache nor add it.")
 @force_option
 @json_option
@@ -29,6 +43,8 @@ def command(
     max_sequences: int,
     max_context: int | None,
     memory: float | None,
+    weights: str,
+    activations: str,
     no_cache: bool,
     force: bool,
     as_json: bool,
@@ -36,12 +52,22 @@ def command(
     """Turn a model BUNDLE into an engine for one target.
 
     Two builds of the same inputs are byte-identical; the second comes from the build cache.
+
+    \b
+    KIND of --weights:
+      auto      packed where the native kernels are to be had, else plain
+      packed    as stored, laid out for the native kernels
+      bf16, int8, int4, nvfp4
+                packed, and unquantized projections converted
+      plain     copied as stored; any ONNX Runtime runs the engine
+      in-place  not copied: hard links to the checkpoint's files
     """
     from nemo_build.engines.build import BuildOptions, build_engine
 
     if memory is not None and not 0 < memory < _MAX_MEMORY:
         raise click.BadParameter(f"{memory} is not a size in GiB", param_hint="--memory")
-    options = BuildOptions(max_sequences, max_context, None if memory is None else int(memory * (1 << 30)))
+    limit = None if memory is None else int(memory * (1 << 30))
+    options = BuildOptions(max_sequences, max_context, limit, weights, activations)
     with bars() as progress:
         result = build_engine(
             bundle, out, target, options, use_cache=not no_cache, force=force, progress=progress

@@ -49,7 +49,8 @@ def command(path: Path, verify: bool, as_json: bool) -> None:
         key_values(
             {
                 "target": f"{report.engine['target']} ({backend['name']} {backend['version']})",
-                "computes in": report.engine["computed_as"],
+                "weights": report.engine["options"]["weights"],
+                "activations": f"{report.engine['options']['activations']}, sums in float32",
                 "sizes": f"{plan['slots']} sequences of {plan['context']} positions",
                 "memory": f"{size(plan['total'])}: weights {size(plan['weights_memory'])}, "
                 f"state {size(plan['state'])}, cache {size(plan['cache'])}, "
