@@ -14,6 +14,7 @@ from typing import Any
 
 import nemo_build
 from nemo_build.engines.plan import host_memory
+from nemo_build.plugins import native as kernels
 from nemo_build.plugins.codecs import native
 from nemo_build.settings import cache_directory, threads
 
@@ -56,7 +57,8 @@ class Diagnosis:
     """What :func:`diagnose` finds.
 
     Memory in bytes; versions are ``None`` for packages that are not installed; ``packers`` is the instruction set of
-    the native code that packs weights, or that it was not built (then NumPy does it).
+    the native code that packs weights, or that it was not built (then NumPy does it); ``kernels`` likewise of the ops'
+    CPU kernels.
     """
 
     versions: dict[str, str | None]
@@ -67,6 +69,7 @@ class Diagnosis:
     gpus: tuple[str, ...]
     cache: str
     packers: str
+    kernels: str
     backends: tuple[Backend, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -91,6 +94,7 @@ def diagnose() -> Diagnosis:
         gpus=_gpus(),
         cache=str(cache_directory()),
         packers=native.describe(),
+        kernels=_kernels(),
         backends=(
             _try_onnxruntime("CPUExecutionProvider", "onnxruntime (cpu)"),
             _try_onnxruntime("CUDAExecutionProvider", "onnxruntime (cuda)"),
@@ -98,6 +102,17 @@ def diagnose() -> Diagnosis:
             _installed("tensorrt_rtx"),
         ),
     )
+
+
+def _kernels() -> str:
+    """Which native kernels engines run here, or why they run the reference functions."""
+    chosen, there = kernels.chosen(), kernels.instruction_sets()
+    if not there:
+        return "not built: engines run the reference functions, which are slow"
+    if chosen is None:
+        return "switched off by NEMO_BUILD_ISA: engines run the reference functions, which are slow"
+    note = "" if "avx2" in there else "; this processor has no AVX2, so they are slow"
+    return f"{chosen} (of {', '.join(there)}){note}"
 
 
 def _version(package: str) -> str | None:

@@ -28,6 +28,7 @@ def command(as_json: bool) -> None:
             "gpus": "; ".join(found.gpus) or "none found",
             "build cache": found.cache,
             "weight packers": found.packers,
+            "cpu kernels": found.kernels,
         }
     )
     click.echo()
