@@ -70,11 +70,10 @@ def test_weights_in_place_and_packed_give_the_same_bits(demo_bundle, tmp_path, t
         np.testing.assert_array_equal(logits(packed, text), logits(there, text))
 
 
-def test_every_kind_of_weights_is_near_the_reference(demo_bundle, tmp_path, text, monkeypatch):
+def test_every_kind_of_weights_is_near_the_reference(demo_bundle, tmp_path, text):
     plain = build(demo_bundle, tmp_path / "plain", weights="plain")
-    monkeypatch.setenv("NEMO_BUILD_ISA", "reference")
-    want = logits(plain, text)
-    monkeypatch.delenv("NEMO_BUILD_ISA")
+    with native.forced("reference"):
+        want = logits(plain, text)
     bounds = {
         ("packed", "float32"): 1e-9,
         ("packed", "bfloat16"): 1e-3,
@@ -112,16 +111,15 @@ def test_a_graph_that_is_lowered_has_nothing_left_of_the_reference(demo_bundle, 
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "lightning", "fp8"])
-def test_quantized_checkpoints_are_run_as_they_are(recipe, tmp_path, text, monkeypatch):
+def test_quantized_checkpoints_are_run_as_they_are(recipe, tmp_path, text):
     sequences = [text[i : i + 64] for i in range(0, 256, 64)]
     quantize_checkpoint(
         CHECKPOINT, tmp_path / "quantized", load_recipe(recipe), sequences=sequences, sequences_source="test"
     )
     bundle = export_bundle(tmp_path / "quantized", tmp_path / "bundle").out
     plain = build(bundle, tmp_path / "plain", weights="plain")
-    monkeypatch.setenv("NEMO_BUILD_ISA", "reference")
-    want = logits(plain, text[:64])
-    monkeypatch.delenv("NEMO_BUILD_ISA")
+    with native.forced("reference"):
+        want = logits(plain, text[:64])
     for weights in ("packed", "in-place", "plain"):
         engine = build(bundle, tmp_path / f"native-{weights}", weights=weights, activations="float32")
         # Rounded inputs that lie between two numbers may go to the other one.
@@ -203,8 +201,8 @@ def test_two_builds_are_byte_identical(demo_bundle, tmp_path):
 
 
 @pytest.mark.parametrize("kind", native.instruction_sets())
-def test_every_instruction_set_generates_the_same_text(demo_engine_directory, monkeypatch, kind):
+def test_every_instruction_set_generates_the_same_text(demo_engine_directory, kind):
     params = SamplingParams(temperature=0, max_tokens=24)
     want = Engine.load(demo_engine_directory).generate("import os\n", params)
-    monkeypatch.setenv("NEMO_BUILD_ISA", kind)
-    assert Engine.load(demo_engine_directory).generate("import os\n", params) == want
+    with native.forced(kind):
+        assert Engine.load(demo_engine_directory).generate("import os\n", params) == want

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel holds every package and the demo checkpoint."""
 
+import platform
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from nemo_build.plugins import native
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,4 +43,8 @@ def test_wheel_is_complete(tmp_path):
             (".cc", ".h")
         ):
             assert place in packed, name
-    assert any(name.startswith("nemo_build/plugins/codecs/_pack") for name in packed)
+    libraries = ["nemo_build/plugins/codecs/_pack"]
+    if platform.machine() == "x86_64":
+        libraries += [f"nemo_build/plugins/native/_{name}." for name in native.INSTRUCTION_SETS]
+    for library in libraries:
+        assert any(name.startswith(library) for name in packed), library

@@ -23,6 +23,7 @@ struct BlockLinear {
     const Tensor x = context.input(0), lengths = context.input(2);
     const Projection projection = packed_rows_ ? packed(context) : stored(context);
     require(x.type == abi::kFloat, "BlockLinear: x must be float32");
+    require(x.rank > 0, "BlockLinear: x is a scalar");
     require(x.last() == projection.columns(), "BlockLinear: x and the weight have different widths");
 
     const std::vector<int64_t> tokens = valid_rows(x, lengths);

@@ -21,6 +21,7 @@ struct CausalConv1d {
     const int64_t *accepted = context.input(6).ints(), *lengths = context.input(7).ints();
     require(x.rank == 3 && weight.rank == 3 && state.rank == 3 && weight.dims[2] > 0, "CausalConv1d: shapes");
     require(weight.dims[0] == x.dims[2] && state.dims[2] == x.dims[2], "CausalConv1d: channels differ");
+    require(state.dims[1] >= weight.dims[2] - 1, "CausalConv1d: the state has no room for the window");
     // Weights that are constants of the graph, as they should be, were read when the session was made.
     const bool known = parameters_.taps && (!bias || parameters_.has_bias);
     const Parameters now = known ? Parameters() : Parameters(weight, bias);

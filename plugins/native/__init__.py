@@ -9,6 +9,8 @@ engines run the reference functions. Each is no Python module, only a library th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,6 +20,8 @@ from nemo_build.errors import UserError
 
 INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512vnni", "avx512bf16")
 """What the libraries are compiled for, best last."""
+
+_forced: str | None = None
 
 
 def library_file(name: str) -> Path | None:
@@ -44,6 +48,22 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(s for i, s in enumerate(INSTRUCTION_SETS) if supported(i) and library_file(s) is not None)
 
 
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Use one instruction set, or "reference" for none, for sessions that are opened meanwhile in this process.
+
+    Raises ValueError for a set that is not there.
+    """
+    global _forced
+    if name != "reference" and name not in instruction_sets():
+        raise ValueError(f"no kernels for {name!r}; there are {instruction_sets()}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
 def chosen() -> str | None:
     """The set in use: the best, or the one that ``NEMO_BUILD_ISA`` asks for; None means the references.
 
@@ -51,7 +71,7 @@ def chosen() -> str | None:
         UserError: ``NEMO_BUILD_ISA`` names a set that is not there.
     """
     there = instruction_sets()
-    asked = settings.instruction_set()
+    asked = _forced or settings.instruction_set()
     if asked is None:
         return there[-1] if there else None
     if asked == "reference":

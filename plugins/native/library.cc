@@ -12,7 +12,7 @@ namespace nemo {
 abi::Api runtime;
 
 std::vector<Entry*>& entries() {
-  static std::vector<Entry*> all;
+  static auto& all = *new std::vector<Entry*>;  // never destroyed: a session may outlive static objects
   return all;
 }
 
@@ -186,7 +186,9 @@ std::vector<float> to_floats(const Tensor& tensor) {
 
 EXPORT nemo::abi::Status* RegisterCustomOps(nemo::abi::SessionOptions* options, const nemo::abi::ApiBase* base) {
   using namespace nemo;
-  runtime.table = base->get_api(abi::kVersion);
+  // Once: a session that is made registers the ops again while others run.
+  static const bool known = (runtime.table = base->get_api(abi::kVersion)) != nullptr;
+  (void)known;
   std::vector<const char*> domains;
   for (const Entry* entry : entries()) {
     const bool known = std::any_of(domains.begin(), domains.end(), [&](const char* name) {

@@ -12,8 +12,17 @@
 namespace nemo {
 namespace {
 
+constexpr int64_t kAhead = 9216;  // bytes
+
 template <class Format>
 constexpr int64_t kSuperblock = (Format::kChunks + (Format::kScaled ? 1 : 0)) * kChunk;
+
+// Asks for weights some superblocks ahead. The processor's own prefetcher falls behind: this takes decoding with one
+// thread from 31 to 39 GB/s where plain reading takes 42, and four sequences at a time from 11 to 26 (Zen 5).
+template <class Format>
+INLINE void prefetch(const uint8_t* at) {
+  for (int64_t i = 0; i < kSuperblock<Format>; i += kChunk) __builtin_prefetch(at + kAhead + i);
+}
 
 template <class Format, int M>
 INLINE void join(const uint8_t* at, int block, int part, const F (&block_total)[M], F (&total)[M]) {
@@ -35,6 +44,7 @@ struct Float32Kernels {
       const uint8_t* at = panel;
       F total[M] = {};
       for (int64_t s = 0; s < superblocks; ++s, at += kSuperblock<Format>) {
+        if (part == 0) prefetch<Format>(at);
         for (int block = 0; block < kDepth / Format::kBlock; ++block) {
           F block_total[M] = {};
 #pragma GCC unroll 32
@@ -65,6 +75,7 @@ struct BFloat16Kernels {
     const uint8_t* at = panel;
     F total[M] = {};
     for (int64_t s = 0; s < superblocks; ++s, at += kSuperblock<Format>) {
+      prefetch<Format>(at);
 #pragma GCC unroll 4
       for (int block = 0; block < kDepth / Format::kBlock; ++block) {
         F block_total[M] = {};
@@ -97,6 +108,7 @@ struct Int8Kernels {
     const uint8_t* at = panel;
     F total[M] = {};
     for (int64_t s = 0; s < superblocks; ++s, at += kSuperblock<Format>) {
+      prefetch<Format>(at);
 #pragma GCC unroll 4
       for (int block = 0; block < 4; ++block) {  // of 16 columns
         __m512i dot[M];

@@ -141,6 +141,7 @@ inline std::vector<int64_t> valid_rows(const Tensor& x, const Tensor& lengths) {
     return rows;
   }
   for (int64_t b = 0; b < x.dims[0]; ++b) {
+    require(lengths.ints()[b] >= 0 && lengths.ints()[b] <= x.dims[1], "lengths are not within those of x");
     for (int64_t t = 0; t < lengths.ints()[b]; ++t) rows.push_back(b * x.dims[1] + t);
   }
   return rows;

@@ -60,6 +60,7 @@ struct RoutedExperts {
   void compute(Context& context) {
     const Tensor x = context.input(0), indices = context.input(1), weights = context.input(2);
     require(x.type == abi::kFloat && x.rank == 3 && indices.rank == 3, "RoutedExperts: shapes or types");
+    require(indices.last() > 0, "RoutedExperts: no choices");
     const Tensor y = context.output(0, x.dims, 3);
     const int64_t width = x.last(), top_k = indices.last();
     const std::vector<int64_t> tokens = valid_rows(x, context.input(3));
