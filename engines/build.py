@@ -304,6 +304,7 @@ def _plan(
         context=settings["max_context"],
         weights_file=sum(t.nbytes for t in tensors),
         weights_memory=in_memory,
+        native=settings["weights"] != "plain",
     )
 
 

@@ -84,8 +84,12 @@ def plan_memory(
     context: int,
     weights_file: int,
     weights_memory: int,
+    native: bool,
 ) -> MemoryPlan:
-    """Work out the plan for the state buffers of all graphs of an engine."""
+    """Work out the plan for the state buffers of all graphs of an engine.
+
+    `native` says that the native kernels run it, which never hold the scores of a whole context.
+    """
     states = list(states)
     cache = [s for s in states if "context" in s.shape]
     rest = [s for s in states if "context" not in s.shape]
@@ -96,7 +100,7 @@ def plan_memory(
         weights_memory,
         state_bytes(rest, slots=slots),
         state_bytes(cache, slots=slots, context=context),
-        _activation_bytes(spec, slots * min(PREFILL_CHUNK, context), context),
+        _activation_bytes(spec, slots * min(PREFILL_CHUNK, context), 0 if native else context),
     )
 
 
@@ -112,10 +116,10 @@ def host_memory() -> int:
 
 
 def _activation_bytes(spec: ModelSpec, tokens: int, context: int) -> int:
-    """Float32 results alive at once in the widest block: attention's scores dominate at long contexts.
+    """Float32 results alive at once in the widest block.
 
-    The reference body holds the scores three times (raw, masked, normalised); the other blocks hold a few
-    copies of their widest projection.
+    The reference body of attention holds the scores over `context` positions three times (raw, masked, normalised),
+    which dominate where it is long; the other blocks hold a few copies of their widest projection.
     """
     scores = 3 * spec.attention.num_heads * context if spec.attention else 0
     widths = [

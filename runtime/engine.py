@@ -129,6 +129,7 @@ class Engine:
             context=context,
             weights_file=manifest["plan"]["weights_file"],
             weights_memory=manifest["plan"]["weights_memory"],
+            native=manifest["options"]["weights"] != "plain",
         ).require(host_memory(), "this machine")
         threads = default_threads() if threads is None else threads
         session = open_session(directory, manifest, "target", slots=slots, context=context, threads=threads)

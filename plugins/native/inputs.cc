@@ -141,20 +141,21 @@ void Inputs::set(int64_t token, const float* x, Rounding rounding, float scale) 
   }
 }
 
+#if defined(__AVX512BF16__)
 void Inputs::store_bfloat16(const float* x, uint8_t* out) const {
-  uint16_t* to = reinterpret_cast<uint16_t*>(out);
-  for (int64_t i = 0; i < padded_; i += kW) {
-    uint32_t lanes[kW];
-    store(lanes, bfloat16_bits(load<F>(x + i)));
-    for (int j = 0; j < kW; ++j) to[i + j] = static_cast<uint16_t>(lanes[j] >> 16);
+  uint16_t index[32];
+  for (int i = 0; i < 32; ++i) {
+    index[i] = static_cast<uint16_t>(i / layout_.group * layout_.group + layout_.order[i % layout_.group]);
   }
-  if (layout_.group <= 2) return;
-  for (int64_t i = 0; i < padded_; i += layout_.group) {
-    uint16_t group[8];
-    std::memcpy(group, to + i, layout_.group * sizeof *to);
-    for (int j = 0; j < layout_.group; ++j) to[i + j] = group[layout_.order[j]];
+  const __m512i order = _mm512_loadu_si512(index);
+  for (int64_t i = 0; i < padded_; i += 32) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i));
+    _mm512_store_si512(out + 2 * i, _mm512_permutexvar_epi16(order, bits<__m512i>(both)));
   }
 }
+#else
+void Inputs::store_bfloat16(const float*, uint8_t*) const {}  // no kernel here takes them
+#endif
 
 void Inputs::store_int8(const float* x, uint8_t* out) const {
   Int8Superblock* to = reinterpret_cast<Int8Superblock*>(out);

@@ -40,6 +40,17 @@ void check(Status* status) {
   throw std::runtime_error(owned->message);
 }
 
+// What the runtime would refuse to make a node of.
+void check_signature(const CustomOp* op, const Case& made) {
+  const size_t count = op->get_input_count(op), last = made.inputs.size() - 1;
+  check(made.outputs.size() == op->get_output_count(op), "another number of outputs");
+  check(made.inputs.size() <= count || op->get_input_characteristic(op, count - 1) == abi::kVariadic, "too many inputs");
+  for (size_t i = 0; i < count; ++i) {
+    const bool there = i <= last && made.inputs[i];
+    check(there || op->get_input_characteristic(op, i) == abi::kOptional, "an input is missing that is not optional");
+  }
+}
+
 // A node of a session.
 class Kernel {
  public:
@@ -77,16 +88,20 @@ bool same(const Value& a, size_t from, const Value& b, size_t size) {
   return std::memcmp(a.as<uint8_t>() + from, b.as<uint8_t>() + from, size) == 0;
 }
 
+std::string place(size_t output, size_t element) {
+  return "output " + std::to_string(output) + ", element " + std::to_string(element);
+}
+
 void check_rules(const Case& made, const Values& outputs) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     const cases::Output& wanted = made.outputs[i];
-    const std::string name = "output " + std::to_string(i);
-    check(outputs[i] != nullptr && outputs[i]->dims == wanted.dims, name + " has another shape");
+    check(outputs[i] != nullptr && outputs[i]->dims == wanted.dims, "an output has another shape than it should");
     for (size_t e = 0; e < wanted.rules.size(); ++e) {
-      const std::string at = name + ", element " + std::to_string(e);
-      if (wanted.rules[e] == Rule::kFinite) check(std::isfinite(outputs[i]->as<float>()[e]), at + " is not finite");
-      if (wanted.rules[e] == Rule::kUnchanged) {
-        check(same(*outputs[i], e * 4, *made.inputs[wanted.alias], 4), at + " was changed");
+      if (wanted.rules[e] == Rule::kFinite && !std::isfinite(outputs[i]->as<float>()[e])) {
+        throw std::runtime_error(place(i, e) + " is not finite");
+      }
+      if (wanted.rules[e] == Rule::kUnchanged && !same(*outputs[i], e * 4, *made.inputs[wanted.alias], 4)) {
+        throw std::runtime_error(place(i, e) + " was changed");
       }
     }
   }
@@ -95,9 +110,8 @@ void check_rules(const Case& made, const Values& outputs) {
 void check_equal(const Case& made, const Values& outputs, const Values& others, const char* how) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     for (size_t e = 0; e < made.outputs[i].rules.size(); ++e) {
-      if (made.outputs[i].rules[e] == Rule::kAnything) continue;
-      check(same(*outputs[i], e * 4, *others[i], 4),
-            "output " + std::to_string(i) + ", element " + std::to_string(e) + " differs " + how);
+      if (made.outputs[i].rules[e] == Rule::kAnything || same(*outputs[i], e * 4, *others[i], 4)) continue;
+      throw std::runtime_error(place(i, e) + " differs " + how);
     }
   }
 }
@@ -128,6 +142,7 @@ void run_twice(const Kernel& kernel, const Case& made, const Values& wanted, Poo
 }
 
 void run_case(const CustomOp* op, const Case& made, Pools& pools, bool twice_in_place) {
+  check_signature(op, made);
   std::vector<Value> before;
   for (const auto& input : made.inputs) before.push_back(input ? *input : Value(abi::kInt8, {0}));
   const Kernel kernel(op, made);

@@ -4,6 +4,9 @@
 
 #include <cmath>
 
+extern "C" void nemo_pack_panels(int format, int64_t rows, int64_t columns, const uint8_t* codes, const uint8_t* scales,
+                                 int64_t first, int64_t count, uint8_t* out);
+
 namespace nemo::cases {
 namespace {
 
@@ -17,14 +20,9 @@ void fill_codes(Rng& rng, Format format, const Value& codes) {
 
 }  // namespace
 
-StoredWeight Weight::stored() const {
-  return {format, rows, columns, codes->as<uint8_t>(), scales ? scales->as<uint8_t>() : nullptr};
-}
-
 void Weight::pack(uint8_t* out) const {
-  for (int64_t panel = 0; panel < panels_of(rows); ++panel) {
-    pack_panel(stored(), panel, out + panel * nemo::panel_bytes(format, columns));
-  }
+  nemo_pack_panels(static_cast<int>(format), rows, columns, codes->as<uint8_t>(),
+                   scales ? scales->as<uint8_t>() : nullptr, 0, panels_of(rows), out);
 }
 
 Format random_format(Rng& rng) { return static_cast<Format>(rng.between(0, kFormats - 1)); }

@@ -14,7 +14,6 @@ struct Weight {
   int64_t rows, columns;
   std::shared_ptr<Value> codes, scales;  // no scales where the format has no blocks
 
-  StoredWeight stored() const;
   size_t panel_bytes() const { return panels_of(rows) * nemo::panel_bytes(format, columns); }
   void pack(uint8_t* out) const;
 };
