@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ def benchmarks_page() -> str:
         "quantize": _quantize_section,
         "pack": _pack_section,
         "recipes": _recipes_section,
+        "formats": _formats_section,
+        "cpu_decode_few": _cpu_decode_section,
+        "cpu_decode_full": _cpu_decode_section,
+        "cpu_ops": _cpu_ops_section,
     }
     for name, section in sections.items():
         path = DOCS / "results" / f"{name}.json"
@@ -123,6 +128,98 @@ def _recipes_section(record: dict[str, Any]) -> str:
         + "\n".join(rows)
         + "\n"
     )
+
+
+def _formats_section(record: dict[str, Any]) -> str:
+    rows = [
+        "| weights | activations | bytes | KL mean | KL p99 | same top token |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in record["cases"]:
+        e = r["evaluation"]
+        rows.append(
+            f"| {r['weights']} | {r['activations']} | {r['bytes']:,} | {e['kl_mean']:.6f} | {e['kl_p99']:.4f} "
+            f"| {100 * e['top1']:.2f} % |"
+        )
+    return (
+        f"## Weights and activations of CPU engines\n\n{record['date']}, `{record['command']}`: engines of the demo "
+        f"checkpoint (`build --weights … --activations …`) against the reference functions in float32, "
+        f"{record['cases'][0]['evaluation']['tokens']} positions of text.\n\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _cpu_decode_section(record: dict[str, Any]) -> str:
+    layers = {"few": "5 layers (MEM*E)", "full": "all 52 layers"}[record["shape"]]
+    rounds = record["rounds"]
+    medians = f"medians over {rounds} interleaved rounds" if rounds > 1 else "one round, medians within it"
+    parts = [
+        f"## CPU engine, {layers} at the 30B release's widths\n\n{record['date']}, `{record['command']}` on "
+        f"{record['cores']} cores of an {record['cpu']} ({record['instruction_set']}): random weights, tokens per "
+        f"second, {medians}; in brackets how many times as fast nemo-build is. A decoded token "
+        f"reads {record['bytes_per_token'] / 1e6:.0f} MB of weights.\n"
+    ]
+    for threads, r in record["threads"].items():
+        names = list(r["speeds"])
+        ours = r["speeds"][names[0]]
+        columns = [("decode", None)]
+        columns += [(key, n) for key in ("prompt", "batched") for n in ours.get(key, {})]
+        titles = {"prompt": "prompt of {}", "batched": "decode, {} sequences"}
+        head = " | ".join("decode" if n is None else titles[key].format(n) for key, n in columns)
+        rows = [
+            f"| {threads} thread{'s' if threads != '1' else ''} | {head} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        for name in names:
+            cells = []
+            for key, n in columns:
+                value, own = (
+                    s.get(key) if n is None else s.get(key, {}).get(n) for s in (r["speeds"][name], ours)
+                )
+                ratio = "" if name == names[0] or not value else f" ({own / value:.2f}x)"
+                cells.append(f"{value:.1f}{ratio}" if value else "")
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+        parts.append(
+            "\n".join(rows)
+            + f"\n\nReading memory alone, between the runs, {_span(r['bandwidths_gbs'])} GB/s; decoding reads weights at "
+            f"{r['read_gbs']:.1f} GB/s. Decoding by round: {_rounds(r['decodes'])}. The engine loads in {ours['load_s']:.2f} s and has "
+            f"{ours['anonymous_decode'] / 1e6:.0f} MB of anonymous memory while it decodes one sequence.\n"
+        )
+    return "\n".join(parts)
+
+
+def _span(values: list[float]) -> str:
+    """The median, and the range of several values."""
+    middle = f"{statistics.median(values):.1f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.1f} to {max(values):.1f})"
+
+
+def _rounds(decodes: dict[str, list[float]]) -> str:
+    return "; ".join(f"{name} {', '.join(f'{v:.0f}' for v in values)}" for name, values in decodes.items())
+
+
+def _cpu_ops_section(record: dict[str, Any]) -> str:
+    parts = [
+        f"## CPU kernels, op by op\n\n{record['date']}, `{record['command']}` on {record['cores']} cores of an "
+        f"{record['cpu']} ({record['instruction_set']}), beside ONNX Runtime {record['onnxruntime']}'s own CPU kernels: "
+        "milliseconds; in brackets, how many times as long as our kernel for the same function it takes. Two threads.\n"
+    ]
+    results = [r for r in record["results"] if r["threads"] == 2]
+    for op in dict.fromkeys(r["op"] for r in results):
+        mine = [r for r in results if r["op"] == op]
+        cases = list(dict.fromkeys(r["case"] for r in mine))
+        rows = [f"| {op} | {' | '.join(cases)} |", "|---" * (len(cases) + 1) + "|"]
+        for contender in dict.fromkeys(r["contender"] for r in mine):
+            cells = {r["case"]: r for r in mine if r["contender"] == contender}
+            texts = [
+                f"{cells[c]['ms']:.3g}" + (f" ({cells[c]['ratio']:.1f}x)" if "ratio" in cells[c] else "")
+                if c in cells
+                else ""
+                for c in cases
+            ]
+            rows.append(f"| {contender} | {' | '.join(texts)} |")
+        notes = [f"{name}: {note}" for name, note in record["notes"].get(op, {}).items()]
+        parts.append("\n".join(rows) + ("\n\n" + "; ".join(notes) + "." if notes else "") + "\n")
+    return "\n".join(parts)
 
 
 def _export_section(record: dict[str, Any]) -> str:

@@ -50,7 +50,9 @@ struct BlockLinear {
  private:
   // Inputs: x, panels, lengths, weight scale, input scale.
   Projection packed(const Context& context) const {
-    return options_.packed(context.input(1).bytes(), packed_rows_, packed_columns_, scalar(context.input(3)),
+    const Tensor panels = context.input(1);
+    require(panels.size() == options_.packed_bytes(packed_rows_, packed_columns_), "BlockLinear: bytes of the panels");
+    return options_.packed(panels.bytes(), packed_rows_, packed_columns_, scalar(context.input(3)),
                            scalar(context.input(4)));
   }
 

@@ -7,6 +7,10 @@
 #include <algorithm>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "op.h"
 
 namespace nemo {
@@ -16,11 +20,45 @@ constexpr FormatInfo kInfo[kFormats] = {
     {"nvfp4", 4, 4}, {"int4", 4, 4}, {"fp8", 8, 0}, {"int8", 8, 4}, {"bf16", 16, 0}, {"f16", 16, 0}, {"f32", 32, 0},
 };
 
+#if defined(__AVX512F__)
+// 16 words of 16 rows: four rounds that swap halves of ever larger groups.
+void transpose_tile(const uint8_t* rows, int64_t stride, uint8_t* out) {
+  __m512i a[16], b[16];
+  for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_si512(rows + r * stride);
+  for (int r = 0; r < 16; r += 2) {
+    b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+    b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+  }
+  for (int r = 0; r < 16; r += 4) {
+    for (int i = 0; i < 2; ++i) {
+      a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + i + 2]);
+      a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + i + 2]);
+    }
+  }
+  // a[4 q + i] now has word i of every 128-bit lane, of rows 4 q .. 4 q + 3.
+  for (int i = 0; i < 4; ++i) {
+    const __m512i low = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), low2 = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
+    const __m512i up = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    const __m512i up2 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
+    _mm512_storeu_si512(out + i * kChunk, _mm512_shuffle_i32x4(low, up, 0x88));
+    _mm512_storeu_si512(out + (i + 8) * kChunk, _mm512_shuffle_i32x4(low, up, 0xDD));
+    _mm512_storeu_si512(out + (i + 4) * kChunk, _mm512_shuffle_i32x4(low2, up2, 0x88));
+    _mm512_storeu_si512(out + (i + 12) * kChunk, _mm512_shuffle_i32x4(low2, up2, 0xDD));
+  }
+}
+#endif
+
 // Copies the words of up to 16 rows, `words` each, to chunks; rows and words that are not there become zeros.
 // `have` is how many bytes of a row there are.
 void transpose(const uint8_t* rows, int64_t stride, int64_t count, int64_t have, int64_t words, uint8_t* out) {
   const int64_t whole = std::min(have / 4, words);
-  for (int64_t w = 0; w < whole; ++w) {
+  int64_t w = 0;
+#if defined(__AVX512F__)
+  if (count == kPanelRows) {
+    for (; w + 16 <= whole; w += 16) transpose_tile(rows + w * 4, stride, out + w * kChunk);
+  }
+#endif
+  for (; w < whole; ++w) {
     for (int64_t r = 0; r < count; ++r) std::memcpy(out + w * kChunk + r * 4, rows + r * stride + w * 4, 4);
     if (count < kPanelRows) std::memset(out + w * kChunk + count * 4, 0, (kPanelRows - count) * 4);
   }

@@ -94,6 +94,10 @@ class ProjectionOptions {
   int64_t parts() const { return format_name_ == "nvfp4" ? 3 : format_name_ == "fp8" ? 2 : 1; }
   Rounding rounding() const { return rounding_; }
 
+  int64_t packed_bytes(int64_t rows, int64_t columns) const {
+    return panels_of(rows) * panel_bytes(format_named(format_name_), columns);
+  }
+
   Projection packed(const uint8_t* panels, int64_t rows, int64_t columns, float weight_scale, float input_scale) const {
     Projection projection(format_named(format_name_), precision_, rounding_, rows, columns, weight_scale, input_scale);
     projection.use_panels(panels);

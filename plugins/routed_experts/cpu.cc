@@ -60,6 +60,7 @@ struct RoutedExperts {
   void compute(Context& context) {
     const Tensor x = context.input(0), indices = context.input(1), weights = context.input(2);
     require(x.type == abi::kFloat && x.rank == 3 && indices.rank == 3, "RoutedExperts: shapes or types");
+    require(indices.rows() == x.rows() && weights.size() == indices.size(), "RoutedExperts: x, indices and weights");
     require(indices.last() > 0, "RoutedExperts: no choices");
     const Tensor y = context.output(0, x.dims, 3);
     const int64_t width = x.last(), top_k = indices.last();
@@ -133,7 +134,9 @@ struct RoutedExperts {
     const Tensor panels = context.input(4 + half), scales = context.input(6 + half);
     const Tensor input_scales = context.input(8 + half);
     const int64_t rows = half == 0 ? inner_ : width_, columns = half == 0 ? width_ : inner_;
-    const uint8_t* at = panels.bytes() + panels.size() / experts_ * expert;
+    const int64_t bytes = options_.packed_bytes(rows, columns);
+    require(panels.size() == bytes * experts_, "RoutedExperts: bytes of the panels");
+    const uint8_t* at = panels.bytes() + bytes * expert;
     return options_.packed(at, rows, columns, scales ? scales.floats()[expert] : 1.0f,
                            input_scales ? input_scales.floats()[expert] : 1.0f);
   }

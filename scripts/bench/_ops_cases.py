@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -25,7 +26,6 @@ HEADS, HEAD_DIM, GROUPS, STATE = 64, 64, 8, 128
 CHANNELS, TAPS = HEADS * HEAD_DIM + 2 * GROUPS * STATE, 4
 QUERY_HEADS, KEY_HEADS, ATTENTION_DIM = 32, 2, 128
 TOP_K = 6
-EXPERT_TURNS = 16
 
 STEPS = (1, 4, 128, 512)
 BLOCK = 32
@@ -59,6 +59,10 @@ def _normal(rng: np.random.Generator, *shape: int) -> Array:
     return rng.standard_normal(shape, np.float32)
 
 
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count > 1)}"
+
+
 def _row(length: int, past: int) -> dict[str, Array]:
     """One sequence in slot 0."""
     values = {"slots": 0, "past": past, "accepted": 0, "lengths": length}
@@ -66,8 +70,8 @@ def _row(length: int, past: int) -> dict[str, Array]:
 
 
 def _state_copies(tokens: int) -> int:
-    """As many as there are Mamba layers, but fewer where the time goes into tokens."""
-    return 23 if tokens <= 4 else 4
+    """So many that the caches do not hold their states, but few where the time goes into tokens."""
+    return 46 if tokens <= 4 else 4
 
 
 # SelectiveScan
@@ -159,12 +163,12 @@ def _scan_cases() -> Iterator[Case]:
             "decay": -d * np.exp(parameters["a_log"]),
         }
         feeds = {"x": x, "dt": dt, "b": b, "c": c, **derived, **_row(tokens, past=1)}
-        yield Case(f"{tokens} tokens", tokens, _state_copies(tokens), [feeds], states)
+        yield Case(_tokens(tokens), tokens, _state_copies(tokens), [feeds], states)
 
 
 # CausalConv1d
 
-_CONV_WITH_STATE = "com.microsoft.CausalConvWithState <activation = \"silu\""
+_CONV_WITH_STATE = 'com.microsoft.CausalConvWithState <activation = "silu"'
 
 CONV = (
     Contender(
@@ -213,7 +217,7 @@ def _conv_cases() -> Iterator[Case]:
     for tokens in STEPS:
         x = _normal(rng, 1, tokens, CHANNELS)
         feeds = {"x": x, "turned_x": x.transpose(0, 2, 1).copy(), **_row(tokens, past=1)}
-        yield Case(f"{tokens} tokens", tokens, _state_copies(tokens), [feeds], states)
+        yield Case(_tokens(tokens), tokens, _state_copies(tokens), [feeds], states)
 
 
 # CachedAttention
@@ -238,10 +242,10 @@ ATTENTION = (
 
 def _attention_cases() -> Iterator[Case]:
     rng = np.random.default_rng(1)
-    for label, tokens, context in (
-        ("decode at 1024", 1, 1024),
-        ("decode at 8192", 1, 8192),
-        ("prompt of 512", 512, 512),
+    for label, tokens, context, copies in (
+        ("decode at 1024", 1, 1024, 48),
+        ("decode at 8192", 1, 8192, 6),
+        ("prompt of 512", 512, 512, 4),
     ):
         width = KEY_HEADS * ATTENTION_DIM
         states = {name: _normal(rng, 1, KEY_HEADS, context, ATTENTION_DIM) for name in ("keys", "values")}
@@ -253,7 +257,7 @@ def _attention_cases() -> Iterator[Case]:
             "total_length": np.array(context, np.int32),
             **_row(tokens, past=context - tokens),
         }
-        yield Case(label, tokens, 6, [feeds], states)
+        yield Case(label, tokens, copies, [feeds], states)
 
 
 # BlockLinear
@@ -280,9 +284,7 @@ def _stored_linear(form: str, parts: str) -> Contender:
 
 
 def _matmul_nbits(bits: int, level: int, beside: str, tolerance: float) -> Contender:
-    attributes = (
-        f"K = {HIDDEN}, N = {ROWS}, bits = {bits}, block_size = {BLOCK}, accuracy_level = {level}"
-    )
+    attributes = f"K = {HIDDEN}, N = {ROWS}, bits = {bits}, block_size = {BLOCK}, accuracy_level = {level}"
     return Contender(
         f"MatMulNBits {bits}-bit, level {level}",
         f"y_{{i}} = com.microsoft.MatMulNBits <{attributes}> (x, nbits{bits}_{{i}}, nbits{bits}_scales_{{i}})",
@@ -328,16 +330,22 @@ def _linear_weights(weights: Weights) -> None:
         for bits in (4, 8):
             codes, scales = _integer_codes(rng, ROWS, HIDDEN, bits)
             offset = 128 if bits == 8 else 0  # MatMulNBits takes codes from 0 on
-            weights.add(f"int{bits}_panels_{i}", panels.pack(panels.FORMATS[f"int{bits}"], HIDDEN, codes, scales))
+            weights.add(
+                f"int{bits}_panels_{i}", panels.pack(panels.FORMATS[f"int{bits}"], HIDDEN, codes, scales)
+            )
             weights.add(f"nbits{bits}_{i}", (codes ^ offset).reshape(ROWS, HIDDEN // BLOCK, -1))
             weights.add(f"nbits{bits}_scales_{i}", _float_scales(scales))
         values = _normal(rng, ROWS, HIDDEN)
         stored = values.astype(ml_dtypes.float8_e4m3fn)
         weights.add(f"fp8_{i}", stored)
-        weights.add(f"fp8_panels_{i}", panels.pack(panels.FORMATS["fp8"], HIDDEN, stored.view(np.uint8), None))
+        weights.add(
+            f"fp8_panels_{i}", panels.pack(panels.FORMATS["fp8"], HIDDEN, stored.view(np.uint8), None)
+        )
         plain = (values * 0.02).astype(ml_dtypes.bfloat16)
         weights.add(f"bf16_{i}", plain)
-        weights.add(f"bf16_panels_{i}", panels.pack(panels.FORMATS["bf16"], HIDDEN, plain.view(np.uint8), None))
+        weights.add(
+            f"bf16_panels_{i}", panels.pack(panels.FORMATS["bf16"], HIDDEN, plain.view(np.uint8), None)
+        )
         weights.add(f"float32_{i}", plain.astype(np.float32).T)
 
 
@@ -355,14 +363,15 @@ def _integer_codes(rng: np.random.Generator, rows: int, columns: int, bits: int)
 
 
 def _float_scales(scales: Array) -> Array:
-    return scales.view(ml_dtypes.bfloat16).astype(np.float32)
+    values: Array = scales.view(ml_dtypes.bfloat16).astype(np.float32)
+    return values
 
 
 def _linear_cases() -> Iterator[Case]:
     rng = np.random.default_rng(1)
     for tokens in (1, 4, 16, 128, 512):
         feeds = {"x": _normal(rng, 1, tokens, HIDDEN)}
-        yield Case(f"{tokens} tokens", tokens, LINEAR_COPIES, [feeds], flops=2.0 * tokens * ROWS * HIDDEN)
+        yield Case(_tokens(tokens), tokens, LINEAR_COPIES, [feeds], flops=2.0 * tokens * ROWS * HIDDEN)
 
 
 # RoutedExperts
@@ -380,58 +389,55 @@ def _experts(count: int) -> tuple[Contender, ...]:
             f"y = nemo.cpu.RoutedExperts <{attributes}> (x, indices, chosen, lengths, {form}_up, {form}_down{scales})",
         )
 
-    def qmoe(name: str, up: str, attributes: str, level: int, tolerance: float | None, note: str) -> Contender:
-        common = (
-            f"k = {TOP_K}, normalize_routing_weights = 0, expert_weight_bits = 4, weights_prepacked = 0, "
-            f"block_size = {BLOCK}, accuracy_level = {level}"
-        )
-        inputs = f"rows, scores, {up}, {up}_scales, , qmoe_down, qmoe_down_scales, , , , , , , , scores"
-        text = f"y = com.microsoft.QMoE <{common}, {attributes}> ({inputs})"
-        precision = "int8" if level == 4 else "bfloat16"
-        return Contender(name, text, f"ours int4, {precision}", tolerance, note)
+    def qmoe(up: str, down: str, attributes: str) -> str:
+        inputs = f"rows, scores, {up}, {up}_scales, , {down}, {down}_scales, , , , , , , , scores"
+        common = f"k = {TOP_K}, normalize_routing_weights = 0, {attributes}"
+        return f"y = com.microsoft.QMoE <{common}> ({inputs})"
 
-    swiglu = 'activation_type = "swiglu", swiglu_fusion = 1, activation_alpha = 1000.0, activation_beta = 0.0'
     relu = 'activation_type = "relu"'
-    return (
-        ours("nvfp4", "bfloat16"),
-        ours("int4", "bfloat16"),
-        ours("int4", "int8"),
-        qmoe("QMoE relu, level 4", "qmoe_up", relu, 4, None, "another function: does not square"),
-        qmoe("QMoE relu, level 0", "qmoe_up", relu, 0, None, "another function: does not square"),
-        qmoe("QMoE swiglu, level 4", "qmoe_up2", swiglu, 4, 2e-2, "relu squared, with up rows doubled"),
+    squared = (
+        'activation_type = "swiglu", swiglu_fusion = 1, activation_alpha = 1000.0, activation_beta = 0.0'
     )
+    int4 = f"expert_weight_bits = 4, weights_prepacked = 0, block_size = {BLOCK}, accuracy_level = "
+    lacks = "another function: does not square; routes by itself, no lengths"
+    doubled = "squares by SwiGLU of doubled up rows; routes by itself, no lengths"
+    ratios = {4: "ours int4, int8", 0: "ours int4, bfloat16"}
+    found = [ours("nvfp4", "bfloat16"), ours("int4", "bfloat16"), ours("int4", "int8")]
+    for level in (4, 0):
+        text = qmoe("qmoe_up", "qmoe_down", f"{int4}{level}, {relu}")
+        found.append(Contender(f"QMoE int4 relu, level {level}", text, ratios[level], None, lacks))
+    text = qmoe("qmoe_up2", "qmoe_down", f"{int4}4, {squared}")
+    found.append(Contender("QMoE int4 swiglu, level 4", text, ratios[4], 2e-2, doubled))
+    return tuple(found)
 
 
 def _expert_weights(weights: Weights, count: int) -> None:
+    """Panels for ours; for QMoE rows of codes, and those of the up projections doubled for SwiGLU."""
     shapes = {"up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+    encoders: dict[str, Callable[..., tuple[Array, Array]]]
+    encoders = {"nvfp4": _nvfp4_codes, "int4": partial(_integer_codes, bits=4)}
     weights.add("expert_scale", np.full(count, 0.02, np.float32))
 
-    def integers(half: str, expert: int) -> tuple[Array, Array]:
-        return _integer_codes(np.random.default_rng([expert, len(half)]), *shapes[half], 4)
-
-    def packed(half: str, form: str) -> Iterator[Array]:
+    def stored(form: str, half: str) -> Iterator[tuple[Array, Array]]:
         for expert in range(count):
             rng = np.random.default_rng([expert, len(half)])
-            codes, scales = (
-                integers(half, expert) if form == "int4" else _nvfp4_codes(rng, *shapes[half])
-            )
-            yield panels.pack(panels.FORMATS[form], shapes[half][1], codes, scales)
+            yield encoders[form](rng, *shapes[half])
 
-    for half in shapes:
+    for half, (_, columns) in shapes.items():
         for form in ("nvfp4", "int4"):
-            weights.add(f"{form}_{half}", stack=packed(half, form))
+            packed = (panels.pack(panels.FORMATS[form], columns, *both) for both in stored(form, half))
+            weights.add(f"{form}_{half}", stack=packed)
     for name, half, times in (("qmoe_up", "up", 1), ("qmoe_up2", "up", 2), ("qmoe_down", "down", 1)):
-        both = (integers(half, expert) for expert in range(count))
-        weights.add(name, stack=(np.repeat(codes, times, axis=0) for codes, _ in both))
-        both = (integers(half, expert) for expert in range(count))
-        weights.add(f"{name}_scales", stack=(np.repeat(_float_scales(s), times, axis=0) for _, s in both))
+        weights.add(name, stack=(np.repeat(codes, times, axis=0) for codes, _ in stored("int4", half)))
+        scales = (np.repeat(_float_scales(s), times, axis=0) for _, s in stored("int4", half))
+        weights.add(f"{name}_scales", stack=scales)
 
 
 def _expert_cases(count: int) -> Iterator[Case]:
     rng = np.random.default_rng(1)
-    for tokens in (1, 16, 128):
+    for tokens, steps in ((1, 16), (16, 2), (128, 1)):
         feeds, used = [], []
-        for _ in range(EXPERT_TURNS):
+        for _ in range(steps):
             scores = rng.uniform(0.1, 0.9, (tokens, count)).astype(np.float32)
             indices = np.argsort(-scores, axis=-1)[:, :TOP_K].astype(np.int64)
             rows = _normal(rng, tokens, HIDDEN)
@@ -447,8 +453,7 @@ def _expert_cases(count: int) -> Iterator[Case]:
                 }
             )
         flops = 4.0 * tokens * TOP_K * HIDDEN * INNER
-        label = f"{tokens} tokens"
-        yield Case(label, tokens, 1, feeds, flops=flops, used=float(np.mean(used)))
+        yield Case(_tokens(tokens), tokens, 1, feeds, flops=flops, used=float(np.mean(used)))
 
 
 def prepare(name: str, folder: Path, experts: int) -> None:

@@ -32,10 +32,13 @@ Arrays = Mapping[str, Array]
 SETTLE = 0.03
 """Seconds between contenders, in which the threads of the one before stop waiting for work."""
 
-SAMPLES, LEAST, BUDGET = 15, 1, 0.25
-"""Runs of a contender in a turn: so many, or as fit in some seconds."""
+SAMPLES, BUDGET = 15, 0.25
+"""Runs of a contender in a turn: so many, or as fit in some seconds; at least one."""
 
-TURNS, LONG = 3, 0.4
+EVICTED = 96 << 20
+"""Bytes that are read before a run that is to find nothing of its weights in the caches."""
+
+TURNS, LONG = 2, 0.4
 """Turns of each contender; one only where a run takes more seconds than that."""
 
 SMALL = 256
@@ -108,7 +111,7 @@ class Case:
         label: How it is called.
         tokens: New tokens.
         copies: Copies of the op in a model, each with weights and states of its own.
-        feeds: Inputs by name; several of them are taken in turn.
+        feeds: Inputs by name; a run takes all of them, one after the other.
         states: First values of states, the same for all copies.
         flops: Operations that an op's weights take part in.
         used: Share of the weights that a run reads.
@@ -154,7 +157,9 @@ class Model:
 def _value(case: Case, name: str) -> Array:
     """What an input is fed, or is at first where it is a state; copies of an op may have inputs of their own."""
     base = name.rpartition("_")[0]
-    return next(v[n] for v, n in ((case.feeds[0], name), (case.feeds[0], base), (case.states, base)) if n in v)
+    return next(
+        v[n] for v, n in ((case.feeds[0], name), (case.feeds[0], base), (case.states, base)) if n in v
+    )
 
 
 class Bound:
@@ -170,7 +175,7 @@ class Bound:
         first = self._bind(case.feeds[0])
         self._session.run_with_iobinding(first)
         self._places = first.get_outputs()[len(self._states) :]
-        self._turn = itertools.cycle([self._bind(feeds) for feeds in case.feeds])
+        self._bindings = [self._bind(feeds) for feeds in case.feeds]
 
     def _bind(self, feeds: Arrays) -> Any:
         """All inputs and outputs; results where those of the first run were placed."""
@@ -191,14 +196,14 @@ class Bound:
         return binding
 
     def run(self) -> float:
-        """Seconds that one run takes."""
-        binding = next(self._turn)
+        """Seconds that a run takes: of all feeds, one after the other."""
         start = time.perf_counter()
-        self._session.run_with_iobinding(binding)
+        for binding in self._bindings:
+            self._session.run_with_iobinding(binding)
         return time.perf_counter() - start
 
     def values(self) -> list[Array]:
-        """Copies of the results."""
+        """Copies of the results of the last feed."""
         return [place.numpy().copy() for place in self._places]
 
 
@@ -214,19 +219,21 @@ def check(name: str, got: Sequence[Array], want: Sequence[Array], tolerance: flo
     return worst
 
 
-def time_in_turn(bounds: Mapping[str, Bound]) -> dict[str, float]:
-    """Median seconds of a run of each."""
+def time_in_turn(bounds: Mapping[str, Bound], cold: bool) -> dict[str, float]:
+    """Median seconds of a run of each; if `cold`, without anything in the caches."""
     samples: dict[str, list[float]] = {name: [] for name in bounds}
     long: set[str] = set()
+    others = np.ones(EVICTED // 4 if cold else 0, np.float32)
     for turn in range(TURNS):
         for name, bound in bounds.items():
             if name in long and turn:
                 continue
             time.sleep(SETTLE)
-            if bound.run() > LONG:  # the caches and the threads are another contender's
+            if bound.run() > LONG:  # not counted: the one before was another contender's
                 long.add(name)
             spent, count = 0.0, 0
-            while count < LEAST or (spent < BUDGET and count < SAMPLES):
+            while count == 0 or (spent < BUDGET and count < SAMPLES):
+                others.sum()
                 seconds = bound.run()
                 samples[name].append(seconds)
                 spent, count = spent + seconds, count + 1
@@ -256,8 +263,8 @@ def measure(
         }
         del results
         found[case.label] = {}
-        for name, seconds in time_in_turn(bounds).items():
-            each = seconds / case.copies
+        for name, seconds in time_in_turn(bounds, cold=case.flops > 0).items():
+            each = seconds / case.copies / len(case.feeds)
             row = {"ms": each * 1e3}
             if case.flops:
                 row["weights_mb"] = own[name].weight_bytes * case.used / case.copies / 1e6

@@ -38,6 +38,8 @@ PROMPTS = (128, 512)
 DECODE = 32
 BATCHES = (4, 16)
 CONTEXT = 1024
+FAR_BEHIND = ("llama.cpp nvfp4", "transformers bf16")
+"""Contenders that one round is enough for."""
 
 OURS = """
 import json, resource, statistics, sys, time
@@ -63,17 +65,15 @@ def step(rows, length):
     for s in range(rows):
         past[s] = past.get(s, 0) + length
     return time.perf_counter() - start
-for _ in range(4):
-    step(1, 1)
-past = {}
-found["decode"] = 1 / statistics.median(step(1, 1) for _ in range(decode))
-found["anonymous_decode"] = anonymous()
 for n in prompts:
     times = []
     for _ in range(3):
         past = {}
         times.append(step(1, n))
     found["prompt"][n] = n / statistics.median(times)
+past = {}
+found["decode"] = 1 / statistics.median(step(1, 1) for _ in range(3 * decode))
+found["anonymous_decode"] = anonymous()
 for n in batches:
     past = {}
     step(n, 16)
@@ -242,21 +242,24 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     threads = [int(n) for n in options.threads.split(",")]
     files = prepare(options.work, options.shape, options.peers, options.formats.split(","))
-    speeds_of_memory, _ = measure(lambda: bandwidth(options.work, threads), wait_s=options.wait)
     nbytes = read_per_token(files["engine"])
     results: dict[str, Any] = {}
     for count in threads:
         samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
         others: dict[str, list[float]] = defaultdict(list)
         rounds = contenders(files, options.shape, options.peers, count)
-        for _ in range(options.rounds):
+        memory_speeds = []
+        for number in range(options.rounds):
+            memory_speeds.append(bandwidth(options.work, [count])[count])
             for name, work in rounds.items():
+                if number and name in FAR_BEHIND:
+                    continue
                 result, share = measure(work, wait_s=options.wait)
                 samples[name].append(result)
                 others[name].append(round(share, 3))
         speeds = summarize(samples)
         ours = next(iter(speeds))
-        memory = speeds_of_memory[count]
+        memory = statistics.median(memory_speeds)
         print(
             f"\n{options.shape} layers, {count} threads; memory {memory:.1f} GB/s, {nbytes / 1e6:.0f} MB a token"
         )
@@ -268,6 +271,8 @@ def main() -> None:
             "speeds": speeds,
             "others": others,
             "bandwidth_gbs": memory,
+            "bandwidths_gbs": memory_speeds,
+            "decodes": {name: [r["decode"] for r in results] for name, results in samples.items()},
             "read_gbs": used,
         }
     if options.out:
@@ -283,6 +288,7 @@ def main() -> None:
             "cores": len(os.sched_getaffinity(0)),
             "instruction_set": native.chosen(),
             "shape": options.shape,
+            "rounds": options.rounds,
             "bytes_per_token": nbytes,
             "threads": results,
         }

@@ -2,11 +2,12 @@
 //
 // A case: a node with its inputs, and what each element of its outputs must be. One generator an op.
 //
-// What an op says does not matter (tokens past a row's length, positions that no query sees, slots that no row names)
-// is left as a tensor starts: NaN, and indices of -1.
+// What does not matter by an op's description (tokens past a row's length, positions that no query sees, slots that
+// no row names) is left as a tensor starts: NaN, and indices of -1.
 
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <random>
 #include <string>
@@ -79,7 +80,8 @@ std::shared_ptr<Value> normals(Rng& rng, std::vector<int64_t> dims, int type = a
 std::shared_ptr<Value> integers(Rng& rng, const std::vector<int64_t>& values);
 void fill(Rng& rng, const Value& floats, int64_t from, int64_t count);
 // [B, L, width] with the rows within `lengths`.
-std::shared_ptr<Value> tokens(Rng& rng, int64_t batch, int64_t steps, int64_t width, const std::vector<int64_t>& lengths);
+std::shared_ptr<Value> tokens(Rng& rng, int64_t batch, int64_t steps, int64_t width,
+                              const std::vector<int64_t>& lengths);
 Output token_output(int64_t batch, int64_t steps, int64_t width, const std::vector<int64_t>& lengths);
 
 // Rows of a step of an op with slots. Rows without tokens have impossible values everywhere else.

@@ -9,7 +9,7 @@ namespace {
 
 int any_float(Rng& rng) { return rng.one_of<int>({abi::kFloat, abi::kFloat16, abi::kBFloat16}); }
 
-// Columns of a state's rows: those of row `at` of the slots that hold what the step reads.
+// Rows of a slot of a state [S, rows, width] that the step reads; those that it writes.
 void fill_rows(Rng& rng, const Value& state, int64_t slot, int64_t from, int64_t count) {
   const int64_t width = state.dims[2];
   fill(rng, state, (slot * state.dims[1] + from) * width, count * width);
@@ -71,6 +71,11 @@ std::vector<Case> bad_conv(Rng& rng) {
     all.back().refused = refused;
     return all.back();
   };
+  for (const int64_t wrong : {int64_t{-1}, int64_t{4}, int64_t{1} << 40}) {
+    for (const auto& [input, refused] : {std::pair{4, "slots"}, {6, "accepted"}, {7, "lengths"}}) {
+      add(refused).inputs[input]->as<int64_t>()[0] = wrong;
+    }
+  }
   add("a type that this kernel does not read").inputs[1] = tensor(rng, abi::kInt8, {5, 1, 4});
   add("channels differ").inputs[0] = normals(rng, {1, 3, 4});
   add("no room for the window").inputs[3] = normals(rng, {2, 2, 5});
@@ -128,8 +133,9 @@ Case scan(Rng& rng) {
                    rng.one_of<int64_t>({0, 1, 3, 5, 35}),
                    rng.between(1, 3),
                    rng.between(1, 9),
-                   rng.between(1, 5),
-                   rng.chance(50) ? rng.between(1, 150) : rng.one_of<int64_t>({1, 4, 8, 16, 64, 128})};
+                   rng.one_of<int64_t>({1, 2, 3, 5, 12}),
+                   // Often the same, so that what a thread keeps is from sizes that differ in one alone.
+                   rng.chance(50) ? rng.between(1, 150) : rng.one_of<int64_t>({16, 128})};
   return scan_of(rng, sizes, Control(rng, sizes.batch, sizes.steps, sizes.ring, 80));
 }
 

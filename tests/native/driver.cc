@@ -13,7 +13,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <set>
 #include <stdexcept>
 
 #include "case.h"
@@ -44,7 +43,8 @@ void check(Status* status) {
 void check_signature(const CustomOp* op, const Case& made) {
   const size_t count = op->get_input_count(op), last = made.inputs.size() - 1;
   check(made.outputs.size() == op->get_output_count(op), "another number of outputs");
-  check(made.inputs.size() <= count || op->get_input_characteristic(op, count - 1) == abi::kVariadic, "too many inputs");
+  const bool variadic = op->get_input_characteristic(op, count - 1) == abi::kVariadic;
+  check(made.inputs.size() <= count || variadic, "too many inputs");
   for (size_t i = 0; i < count; ++i) {
     const bool there = i <= last && made.inputs[i];
     check(there || op->get_input_characteristic(op, i) == abi::kOptional, "an input is missing that is not optional");

@@ -125,7 +125,7 @@ Status* refuse(const char* why) { return new Status{why}; }
 Status* create_status(int, const char* message) { return new Status{message}; }
 void release_status(Status* status) { delete status; }
 
-// Domains belong to who created them, but last as long as the options here.
+// Domains belong to who creates them, here to `register_ops`, which several threads call.
 std::vector<std::unique_ptr<CustomOpDomain>>& domains() {
   static thread_local std::vector<std::unique_ptr<CustomOpDomain>> all;
   return all;

@@ -85,6 +85,7 @@ struct Status {
 struct Value {
   Value(int type, std::vector<int64_t> dims, size_t offset = 0);
   Value(const Value& other);
+  Value& operator=(const Value&) = delete;
   ~Value() { std::free(base); }
 
   template <class T>
@@ -96,9 +97,9 @@ struct Value {
 
   int type;
   std::vector<int64_t> dims;
-  size_t offset;       // of the data in the allocation, in elements
-  void* base;          // what was allocated: `offset` elements more than there are
-  void* data;          // null if there are none
+  size_t offset;  // of the data in the allocation, in elements: 0 or 1, which aligns it as elements need and no better
+  void* base;     // what was allocated; null if there are no elements
+  void* data;
 };
 
 struct KernelInfo {
