@@ -180,8 +180,9 @@ def _cpu_decode_section(record: dict[str, Any]) -> str:
             rows.append(f"| {name} | {' | '.join(cells)} |")
         parts.append(
             "\n".join(rows)
-            + f"\n\nReading memory alone, between the runs, {_span(r['bandwidths_gbs'])} GB/s; decoding reads weights at "
-            f"{r['read_gbs']:.1f} GB/s. Decoding by round: {_rounds(r['decodes'])}. The engine loads in {ours['load_s']:.2f} s and has "
+            + f"\n\nReading memory alone, between the runs: {_span(r['bandwidths_gbs'])} GB/s; decoding reads weights "
+            f"at {r['read_gbs']:.1f} GB/s. Decoding by round: {_rounds(r['decodes'])}. "
+            f"The engine loads in {ours['load_s']:.2f} s and has "
             f"{ours['anonymous_decode'] / 1e6:.0f} MB of anonymous memory while it decodes one sequence.\n"
         )
     return "\n".join(parts)
@@ -200,7 +201,7 @@ def _rounds(decodes: dict[str, list[float]]) -> str:
 def _cpu_ops_section(record: dict[str, Any]) -> str:
     parts = [
         f"## CPU kernels, op by op\n\n{record['date']}, `{record['command']}` on {record['cores']} cores of an "
-        f"{record['cpu']} ({record['instruction_set']}), beside ONNX Runtime {record['onnxruntime']}'s own CPU kernels: "
+        f"{record['cpu']} ({record['instruction_set']}), beside ONNX Runtime {record['onnxruntime']}'s own kernels: "
         "milliseconds; in brackets, how many times as long as our kernel for the same function it takes. Two threads.\n"
     ]
     results = [r for r in record["results"] if r["threads"] == 2]
