@@ -17,7 +17,10 @@ PACKAGES = [
     for package, folder in FOLDERS.items()
     for path in sorted(Path(folder).rglob("__init__.py"))
 ]
-COMMON = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+COMMON = [
+    *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden"),
+    *("-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
+]
 
 # The codecs' kernels: a plain shared library that ctypes loads. Without it the codecs use NumPy.
 PACK = Extension(

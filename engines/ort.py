@@ -64,7 +64,8 @@ class OrtSession:
             raise BundleError(f"ONNX Runtime cannot load {model}: {error}") from error
         metadata = self._session.get_modelmeta().custom_metadata_map
         self.states = [StateSpec.from_json(s) for s in json.loads(metadata["nemo_build.state"])]
-        self._vocabulary = int(json.loads(metadata["nemo_build.spec"])["vocab_size"])
+        spec = json.loads(metadata["nemo_build.spec"])
+        self._vocabulary, self.hidden_size = int(spec["vocab_size"]), int(spec["hidden_size"])
         sizes = {"slots": slots, "context": context, "pending": pending}
         self._state = {s.name: np.zeros(s.resolve(sizes), s.dtype) for s in self.states}
         self._outputs = ["logits", "hidden"] if hidden else ["logits"]

@@ -85,10 +85,12 @@ def plan_memory(
     weights_file: int,
     weights_memory: int,
     native: bool,
+    pending: int = 0,
 ) -> MemoryPlan:
     """Work out the plan for the state buffers of all graphs of an engine.
 
-    `native` says that the native kernels run it, which never hold the scores of a whole context.
+    `native` says that the native kernels run it, which never hold the scores of a whole context; `pending` is how many
+    tokens a step may leave uncommitted.
     """
     states = list(states)
     cache = [s for s in states if "context" in s.shape]
@@ -98,7 +100,7 @@ def plan_memory(
         context,
         weights_file,
         weights_memory,
-        state_bytes(rest, slots=slots),
+        state_bytes(rest, slots=slots, pending=pending),
         state_bytes(cache, slots=slots, context=context),
         _activation_bytes(spec, slots * min(PREFILL_CHUNK, context), 0 if native else context),
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +78,11 @@ class StepBatch:
         )
 
 
+    def replace(self, **changes: Any) -> StepBatch:
+        """A copy with other values of some attributes."""
+        return replace(self, **changes)
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """One step's output.
@@ -97,6 +102,7 @@ class Session(Protocol):
     slots: int
     context: int
     pending: int
+    hidden_size: int
     states: list[StateSpec]
 
     def step(self, batch: StepBatch) -> StepOutput:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,10 @@ from nemo_build.engines.session import Session, StepBatch
 from nemo_build.errors import RequestError
 from nemo_build.runtime.detokenizer import IncrementalDetokenizer, TokenTable
 from nemo_build.runtime.params import SamplingParams
-from nemo_build.runtime.sampling import NonFiniteLogitsError, TokenCounts, sample
+from nemo_build.runtime.sampling import NonFiniteLogitsError, TokenCounts
+from nemo_build.runtime.speculation.base import Committed, Speculator
+from nemo_build.runtime.speculation.lengths import DraftLengthController
+from nemo_build.runtime.speculation.verify import verify
 from nemo_build.runtime.stopping import StepText, StopState
 
 
@@ -65,6 +69,7 @@ class RunningSequence:
         self.slot: int | None = None
         self.uncommitted = 0
         self.prefill_chunk = prefill_chunk
+        self._context = context
         self.events: deque[tuple[int, StepText]] = deque()
         self.error: NonFiniteLogitsError | None = None
         self._counts = TokenCounts(prompt) if params.uses_counts else None
@@ -87,11 +92,31 @@ class RunningSequence:
         """What the session is to see next: a chunk of the prompt, or the last token."""
         return self.tokens[self.fed : self.fed + self.prefill_chunk]
 
-    def choose(self, logits: NDArray[np.float32]) -> None:
-        """Choose the next token from its logits ``[V]`` and add it to the events; give up if that cannot be."""
+    @property
+    def prefilling(self) -> bool:
+        """Whether it has more than its last token to feed."""
+        return len(self.tokens) - self.fed > 1
+
+    @property
+    def most_drafts(self) -> int:
+        """How many drafts could be of use: one token comes without them, and none is fed past the context."""
+        left = self.params.max_tokens - len(self.output)
+        return max(0, min(left - 1, self._context - self.fed - 1))
+
+    def choose(self, logits: NDArray[np.float32], drafts: Sequence[int] = ()) -> int:
+        """Take the tokens that follow the last one, and add them to the events; give up if that cannot be.
+
+        Args:
+            logits: ``[len(drafts) + 1, V]``: after the last token, and after each draft.
+            drafts: Tokens that may follow.
+
+        Returns:
+            How many drafts were accepted.
+        """
         try:
-            token = sample(
+            verdict = verify(
                 logits,
+                drafts,
                 self.params,
                 self._counts,
                 seed=self.seed,
@@ -101,11 +126,15 @@ class RunningSequence:
             )
         except NonFiniteLogitsError as error:
             self.error = error
-            return
-        self.tokens.append(token)
-        if self._counts is not None:
-            self._counts.push(token)
-        self.events.append((token, self._stop.push(token)))
+            return 0
+        for token in verdict.tokens:
+            if self.finished:
+                break  # a stop string within an accepted run
+            self.tokens.append(token)
+            if self._counts is not None:
+                self._counts.push(token)
+            self.events.append((token, self._stop.push(token)))
+        return verdict.accepted
 
     def cancel(self) -> None:
         """End it from outside, if it has not ended."""
@@ -113,20 +142,73 @@ class RunningSequence:
             self._stop.cancel()
 
 
+@dataclass
+class Speculation:
+    """How a batch speculates.
+
+    Attributes:
+        speculator: Where drafts come from.
+        draft_length: Most drafts of a sequence in a step; the session keeps at least one more pending.
+        controller: What chooses a length up to that from step to step, or ``None`` to draft as many always.
+    """
+
+    speculator: Speculator
+    draft_length: int
+    controller: DraftLengthController | None = None
+
+
+@dataclass
+class Acceptance:
+    """What came of the drafts so far.
+
+    Attributes:
+        steps: Verifications, of one sequence each.
+        drafted: Drafts by position; ``drafted[0]`` counts first drafts.
+        accepted: Accepted ones likewise.
+    """
+
+    steps: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, drafts: int, accepted: int) -> None:
+        """Count one verification."""
+        self.steps += 1
+        while len(self.drafted) < drafts:
+            self.drafted.append(0)
+            self.accepted.append(0)
+        for i in range(drafts):
+            self.drafted[i] += 1
+            self.accepted[i] += i < accepted
+
+    @property
+    def length(self) -> float:
+        """Acceptance length: tokens that a verification yields on average, the one without a draft included."""
+        return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
+
+
 class Batch:
     """Runs sequences on a session: as many at a time as it has slots, the others wait their turn.
 
-    A step either feeds the next chunk of every unfinished prompt, or one token of every sequence.
+    A step feeds every running sequence: the next chunk of its prompt, or its last token and drafts of what follows.
 
     Args:
         session: An open target graph, of which this is the only user.
+        speculation: Where drafts come from, or ``None`` for none.
+
+    Attributes:
+        acceptance: What came of the drafts.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, speculation: Speculation | None = None) -> None:
         self._session = session
+        self._speculation = speculation
         self._free = list(range(session.slots - 1, -1, -1))
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []
+        self.acceptance = Acceptance()
+        self._length = 0  # that the controller chose last
+        self._chosen = False  # whether it chose for the step under way
 
     def add(self, sequence: RunningSequence) -> None:
         """Queue a sequence."""
@@ -145,30 +227,84 @@ class Batch:
         self._release_finished()
 
     def step(self) -> None:
-        """Run one step; the sequences that get a token have it in their events."""
+        """Run one step; the sequences that get tokens have them in their events."""
         while self._free and self._waiting:
             sequence = self._waiting.popleft()
             sequence.slot = self._free.pop()
             self._running.append(sequence)
-        # A sequence that has more than its last token to feed is still in its prompt.
-        prefilling = [s for s in self._running if len(s.tokens) - s.fed > 1]
-        rows = prefilling or self._running
-        chunks = [s.next_tokens for s in rows]
-        ends = [s.fed + len(c) == len(s.tokens) for s, c in zip(rows, chunks, strict=True)]
+        rows = list(self._running)
+        start = time.perf_counter()
+        drafts = self._drafts(rows)
+        drafted = time.perf_counter()
+        chunks = [s.next_tokens + d for s, d in zip(rows, drafts, strict=True)]
         batch = StepBatch.of_rows(
             chunks,
             past=[s.fed for s in rows],
             slots=[s.slot for s in rows if s.slot is not None],
             accepted=[s.uncommitted for s in rows],
+            logits="none",
         )
-        batch = replace(batch, logit_rows=batch.logit_rows[np.array(ends)])
-        logits = iter(self._session.step(batch).logits)
-        for sequence, chunk, end in zip(rows, chunks, ends, strict=True):
-            sequence.fed += len(chunk)
-            sequence.uncommitted = len(chunk) if len(chunk) <= self._session.pending else 0
-            if end:
-                sequence.choose(next(logits))
+        wanted = [_logit_rows(s, c, d) for s, c, d in zip(rows, chunks, drafts, strict=True)]
+        width = batch.input_ids.shape[1]
+        at = np.concatenate([i * width + w for i, w in enumerate(wanted)])
+        output = self._session.step(batch.replace(logit_rows=at))
+        seconds = time.perf_counter() - drafted
+        committed, results = [], []
+        first = 0
+        for i, (sequence, chunk, draft, w) in enumerate(zip(rows, chunks, drafts, wanted, strict=True)):
+            count = len(chunk)
+            if len(w):
+                accepted = sequence.choose(output.logits[first : first + len(w)], draft)
+                first += len(w)
+                count -= len(draft) - accepted
+                # Drafts behind the end of a text were not judged.
+                results.append((accepted if sequence.finished else len(draft), accepted))
+                if draft:
+                    self.acceptance.add(len(draft), accepted)
+            committed.append(self._commit(sequence, len(chunk), count, output.hidden, i))
         self._release_finished()
+        if self._speculation is not None:
+            going_on = [c for s, c in zip(rows, committed, strict=True) if not s.finished]
+            if going_on:
+                self._speculation.speculator.observe(going_on)
+            if self._speculation.controller is not None and self._chosen:
+                self._speculation.controller.observe(results, seconds, drafted - start)
+
+    def _drafts(self, rows: Sequence[RunningSequence]) -> list[list[int]]:
+        """Drafts for the rows that are not in their prompt."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        if self._speculation is None:
+            return drafts
+        decoding = [i for i, s in enumerate(rows) if not s.prefilling and s.fed > 0]
+        most = self._speculation.draft_length
+        controller = self._speculation.controller
+        # Steps that also feed prompts say nothing about the cost of drafts.
+        self._chosen = controller is not None and len(decoding) == len(rows)
+        if controller is not None and self._chosen:
+            most = self._length = controller.choose(len(rows))
+        elif controller is not None:
+            most = self._length
+        lengths = [min(most, rows[i].most_drafts) for i in decoding]
+        slots = [rows[i].slot for i in decoding]
+        proposals = self._speculation.speculator.propose([s for s in slots if s is not None], lengths)
+        for i, proposal in zip(decoding, proposals, strict=True):
+            drafts[i] = proposal
+        return drafts
+
+    def _commit(
+        self, sequence: RunningSequence, fed: int, count: int, hidden: NDArray[np.float32] | None, row: int
+    ) -> Committed:
+        """Note that `count` of the `fed` tokens are the sequence's."""
+        past, slot = sequence.fed, sequence.slot
+        assert slot is not None, "a running sequence has a slot"
+        sequence.fed += count
+        sequence.uncommitted = count if fed <= self._session.pending else 0
+        return Committed(
+            slot=slot,
+            past=past,
+            tokens=sequence.tokens[past : past + count + 1],
+            hidden=None if hidden is None else hidden[row, :count],
+        )
 
     def _release_finished(self) -> None:
         for sequence in [s for s in self._running if s.finished]:
@@ -176,3 +312,10 @@ class Batch:
             if sequence.slot is not None:
                 self._free.append(sequence.slot)
                 sequence.slot = None
+
+
+def _logit_rows(sequence: RunningSequence, chunk: Sequence[int], drafts: Sequence[int]) -> NDArray[np.int64]:
+    """Tokens of a row after which the next one is wanted: none within a prompt, else the last and all drafts."""
+    if sequence.fed + len(chunk) - len(drafts) < len(sequence.tokens):
+        return np.empty(0, np.int64)
+    return np.arange(len(chunk) - len(drafts) - 1, len(chunk), dtype=np.int64)

@@ -7,7 +7,7 @@ import numbers
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,10 @@ from nemo_build.engines.backends import open_session
 from nemo_build.engines.plan import PREFILL_CHUNK, host_memory, plan_memory
 from nemo_build.engines.session import Session
 from nemo_build.errors import BundleError, RequestError
-from nemo_build.runtime.batch import Batch, RunningSequence
+from nemo_build.runtime.batch import Acceptance, Batch, RunningSequence, Speculation
 from nemo_build.runtime.params import SamplingParams
+from nemo_build.runtime.speculation.kinds import ADAPTIVE_DRAFTS, speculator_kind
+from nemo_build.runtime.speculation.lengths import DraftLengthController
 from nemo_build.runtime.stopping import FinishReason
 from nemo_build.runtime.tokenizer import Tokenizer
 from nemo_build.settings import threads as default_threads
@@ -84,12 +86,19 @@ class Engine:
         session: The open target graph.
     """
 
-    def __init__(self, directory: Path, spec: ModelSpec, tokenizer: Tokenizer, session: Session) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        session: Session,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.directory = directory
         self.spec = spec
         self.tokenizer = tokenizer
         self.session = session
-        self._batch = Batch(session)
+        self._batch = Batch(session, speculation)
         self._lock = threading.Lock()
 
     @classmethod
@@ -100,6 +109,8 @@ class Engine:
         max_sequences: int | None = None,
         max_context: int | None = None,
         threads: int | None = None,
+        speculate: str = "none",
+        draft_length: int | None = None,
     ) -> Engine:
         """Open an engine bundle.
 
@@ -108,11 +119,15 @@ class Engine:
             max_sequences: Sequences at a time; default and limit are what the engine was built for.
             max_context: Positions per sequence; likewise.
             threads: CPU threads; default: ``NEMO_BUILD_THREADS``, or all CPUs of the process.
+            speculate: A name of :data:`~nemo_build.runtime.speculation.SPECULATORS`, or ``none``. What is generated
+                is the same.
+            draft_length: Drafts of a sequence in a step; default: as many as pay, by what steps cost and how many
+                drafts are accepted.
 
         Raises:
             BundleError: It is not an engine, or it is damaged or of another version.
             PlanError: It does not fit this machine's memory.
-            RequestError: A size is out of range.
+            RequestError: A size is out of range, or the engine does not have what the speculator needs.
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads is {threads}; it must be at least 1.")
@@ -122,18 +137,33 @@ class Engine:
         slots, context = _sizes(manifest["options"], max_sequences, max_context)
         spec = ModelSpec.from_json(manifest["spec"])
         tokenizer = Tokenizer.load(directory)
+        kind = speculator_kind(speculate, draft_length, manifest["graphs"])
+        most = ADAPTIVE_DRAFTS if draft_length is None else draft_length
+        pending = most + 1 if kind else 0
+        graphs = ["target", *(kind.graphs if kind else ())]
         plan_memory(
             spec,
-            [StateSpec.from_json(s) for s in manifest["graphs"]["target"]["state"]],
+            [StateSpec.from_json(s) for name in graphs for s in manifest["graphs"][name]["state"]],
             slots=slots,
             context=context,
             weights_file=manifest["plan"]["weights_file"],
             weights_memory=manifest["plan"]["weights_memory"],
             native=manifest["options"]["weights"] != "plain",
+            pending=pending,
         ).require(host_memory(), "this machine")
         threads = default_threads() if threads is None else threads
-        session = open_session(directory, manifest, "target", slots=slots, context=context, threads=threads)
-        return cls(directory, spec, tokenizer, session)
+        opened = partial(open_session, directory, manifest, slots=slots, context=context, threads=threads)
+        if kind is None:
+            return cls(directory, spec, tokenizer, opened("target"))
+        session = opened("target", pending=pending, hidden=kind.needs_hidden)
+        speculator = kind.open(*(opened(name, hidden=True) for name in kind.graphs))
+        controller = DraftLengthController(most) if draft_length is None else None
+        return cls(directory, spec, tokenizer, session, Speculation(speculator, most, controller))
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What came of drafts so far."""
+        return self._batch.acceptance
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from nemo_build.runtime.batch import Acceptance
     from nemo_build.runtime.params import SamplingParams
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -35,6 +36,47 @@ def sampling_options(function: _Command) -> _Command:
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
+
+
+def speculation_options(function: _Command) -> _Command:
+    """Add ``--speculate`` and ``--draft-len``; the command gets what :meth:`Engine.load` takes, by its names."""
+    for option in (
+        click.option(
+            "--draft-len",
+            "draft_length",
+            default="auto",
+            show_default=True,
+            metavar="N|auto",
+            callback=_draft_length,
+            help="Drafts in a step; auto: as many as pay.",
+        ),
+        click.option(
+            "--speculate",
+            default="none",
+            show_default=True,
+            metavar="NAME",
+            help="Where drafts come from: mtp, ngram, none. The text is the same.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def acceptance_text(acceptance: Acceptance) -> str:
+    """What came of the drafts, for people; empty if there were none."""
+    if not acceptance.steps:
+        return ""
+    shares = ", ".join(f"{a / d:.0%}" for a, d in zip(acceptance.accepted, acceptance.drafted, strict=True))
+    return f"acceptance length {acceptance.length:.2f}; drafts accepted by position: {shares}"
+
+
+def _draft_length(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """A whole number; None for ``auto``."""
+    if value == "auto":
+        return None
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is neither a whole number nor auto", ctx=ctx, param=param)
+    return int(value)
 
 
 def sampling_params(defaults: SamplingParams, options: dict[str, Any]) -> SamplingParams:

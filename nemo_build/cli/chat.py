@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nemo_build.cli._console import read_text
-from nemo_build.cli._sampling import sampling_options, sampling_params
+from nemo_build.cli._sampling import sampling_options, sampling_params, speculation_options
 from nemo_build.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,12 +23,21 @@ if TYPE_CHECKING:
 @click.option("--system", help="System message.")
 @click.option("--thinking/--no-thinking", default=True, show_default=True, help="Let the model reason first.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads  [default: all]")
+@speculation_options
 @sampling_options
-def command(engine: Path, system: str | None, thinking: bool, threads: int | None, **options: Any) -> None:
+def command(
+    engine: Path,
+    system: str | None,
+    thinking: bool,
+    threads: int | None,
+    speculate: str,
+    draft_length: int | None,
+    **options: Any,
+) -> None:
     """Talk to an ENGINE. "/reset" forgets the conversation, "/exit" (or the end of input) leaves."""
     from nemo_build.runtime import Engine
 
-    loaded = Engine.load(engine, threads=threads)
+    loaded = Engine.load(engine, threads=threads, speculate=speculate, draft_length=draft_length)
     params = sampling_params(loaded.default_params, options)
     beginning = [{"role": "system", "content": system}] if system is not None else []
     messages = list(beginning)

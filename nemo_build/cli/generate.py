@@ -5,23 +5,36 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nemo_build.cli._console import check_text, json_option, print_json, read_text
-from nemo_build.cli._sampling import sampling_options, sampling_params
+from nemo_build.cli._sampling import (
+    acceptance_text,
+    sampling_options,
+    sampling_params,
+    speculation_options,
+)
 
 
 @click.command()
 @click.argument("engine", type=click.Path(path_type=Path))
 @click.argument("prompts", nargs=-1)
 @click.option("--threads", type=click.IntRange(1), help="CPU threads  [default: all]")
+@speculation_options
 @sampling_options
 @json_option
 def command(
-    engine: Path, prompts: tuple[str, ...], threads: int | None, as_json: bool, **options: Any
+    engine: Path,
+    prompts: tuple[str, ...],
+    threads: int | None,
+    as_json: bool,
+    speculate: str,
+    draft_length: int | None,
+    **options: Any,
 ) -> None:
     """Continue PROMPTS with an ENGINE; without a prompt, or for "-", standard input is the prompt.
 
@@ -33,7 +46,7 @@ def command(
         read_text(sys.stdin.buffer, "standard input") if p == "-" else check_text(p, "the prompt")
         for p in prompts or ("-",)
     ]
-    loaded = Engine.load(engine, threads=threads)
+    loaded = Engine.load(engine, threads=threads, speculate=speculate, draft_length=draft_length)
     params = sampling_params(loaded.default_params, options)
     start = time.perf_counter()
     if as_json:
@@ -42,6 +55,7 @@ def command(
         print_json(
             {
                 "seconds": round(seconds, 4),
+                "acceptance": asdict(loaded.acceptance),
                 "completions": [
                     {
                         "prompt": prompt,
@@ -70,3 +84,5 @@ def command(
             tokens += len(completion.token_ids)
     seconds = time.perf_counter() - start
     click.echo(f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)", err=True)
+    if summary := acceptance_text(loaded.acceptance):
+        click.echo(summary, err=True)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding: cheap drafts, exact verification, and how many tokens to draft."""

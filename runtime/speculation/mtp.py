@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts from the checkpoint's multi-token-prediction module.
+
+The module takes the token after a position with the hidden state of that position, and predicts the token after
+that (DeepSeek-V3, arXiv:2412.19437, section 2.2). Over committed positions it is fed the target's hidden states, so
+that its cache is dense and exact; from there on its own, one token at a time. What it wrote while drafting is
+overwritten when the positions are committed, because it writes by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_build.engines.session import Session, StepBatch
+from nemo_build.runtime.speculation.base import Committed
+
+_MOST_WAITING = 256
+"""Positions of a sequence that may wait to be fed; hidden states of as many are kept."""
+
+
+@dataclass
+class _Waiting:
+    """Committed positions that the module has not seen: from `past` on, each its next token and its hidden state."""
+
+    past: int
+    tokens: list[int] = field(default_factory=list)
+    hidden: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def take(self, count: int) -> tuple[int, list[int], NDArray[np.float32]]:
+        """Remove the first `count` positions."""
+        past, tokens, hidden = self.past, self.tokens[:count], np.concatenate(self.hidden)
+        self.past += count
+        self.tokens, self.hidden = self.tokens[count:], [hidden[count:]]
+        return past, tokens, hidden[:count]
+
+
+class MtpSpeculator:
+    """Greedy drafts of the MTP module.
+
+    Committed positions wait until drafts are asked for, so that speculation costs next to nothing while it is off.
+
+    Args:
+        session: The open ``mtp`` graph, with as many slots and positions as the target's session.
+    """
+
+    needs_hidden = True
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._waiting: dict[int, _Waiting] = {}
+
+    def observe(self, rows: Sequence[Committed]) -> None:
+        """Keep the committed positions; see :class:`~nemo_build.runtime.speculation.base.Speculator`."""
+        long = []
+        for row in rows:
+            assert row.hidden is not None, "the scheduler passes what the speculator needs"
+            if row.past == 0:
+                self._waiting[row.slot] = _Waiting(0)
+            waiting = self._waiting[row.slot]
+            waiting.tokens += row.tokens[1:]
+            waiting.hidden.append(row.hidden.copy())
+            if len(waiting.tokens) > _MOST_WAITING:
+                long.append(row.slot)
+        if long:  # all but the last position, from which the next draft starts
+            self._feed(long, [len(self._waiting[s].tokens) - 1 for s in long], logits=False)
+
+    def propose(self, slots: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        """Drafts; see :class:`~nemo_build.runtime.speculation.base.Speculator`."""
+        drafts: list[list[int]] = [[] for _ in slots]
+        rows = [i for i, n in enumerate(lengths) if n > 0]
+        if not rows:
+            return drafts
+        counts = [len(self._waiting[slots[i]].tokens) for i in rows]
+        found = self._feed([slots[i] for i in rows], counts, logits=True)
+        past = {i: self._waiting[slots[i]].past for i in rows}
+        while True:
+            hidden = {}
+            for i, (token, state) in zip(rows, found, strict=True):
+                drafts[i].append(token)
+                hidden[i] = state
+            rows = [i for i in rows if lengths[i] > len(drafts[i])]
+            if not rows:
+                return drafts
+            found = self._step(
+                [[drafts[i][-1]] for i in rows],
+                [past[i] + len(drafts[i]) - 1 for i in rows],
+                [slots[i] for i in rows],
+                [hidden[i][None] for i in rows],
+                logits=True,
+            )
+
+    def _feed(
+        self, slots: Sequence[int], counts: Sequence[int], *, logits: bool
+    ) -> list[tuple[int, NDArray[np.float32]]]:
+        """Feed the module positions that wait."""
+        taken = [self._waiting[s].take(n) for s, n in zip(slots, counts, strict=True)]
+        past, tokens, hidden = zip(*taken, strict=True)
+        return self._step(tokens, past, slots, hidden, logits=logits)
+
+    def _step(
+        self,
+        tokens: Sequence[Sequence[int]],
+        past: Sequence[int],
+        slots: Sequence[int],
+        hidden: Sequence[NDArray[np.float32]],
+        *,
+        logits: bool,
+    ) -> list[tuple[int, NDArray[np.float32]]]:
+        """One step: with `logits`, each row's most likely next token and the hidden state of its last one."""
+        batch = StepBatch.of_rows(tokens, past=past, slots=slots, logits="last" if logits else "none")
+        padded = np.zeros((*batch.input_ids.shape, self._session.hidden_size), np.float32)
+        for row, given in zip(padded, hidden, strict=True):
+            row[: len(given)] = given
+        output = self._session.step(batch.replace(hidden_in=padded))
+        assert output.hidden is not None, "the session was opened to return hidden states"
+        states = [output.hidden[i, len(t) - 1].copy() for i, t in enumerate(tokens)]
+        return list(zip(output.logits.argmax(axis=-1).tolist(), states, strict=False))
