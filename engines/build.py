@@ -42,6 +42,7 @@ from nemo_build.engines.weights import (
     write_packed,
 )
 from nemo_build.errors import BundleError, UserError
+from nemo_build.export.placement import WEIGHTS_FOLDER
 from nemo_build.export.safetensors_header import HeaderError, read_header
 from nemo_build.plugins import native
 from nemo_build.spec import ModelSpec
@@ -156,6 +157,7 @@ def build_engine(
         "options": settings,
         "inputs": {
             "checkpoint_digest": manifest["checkpoint"]["digest"],
+            "drafter_digests": {kind: d["checkpoint"]["digest"] for kind, d in manifest["drafters"].items()},
             "shards_sha256": contents,
             "graphs_sha256": {name: g["sha256"] for name, g in manifest["graphs"].items()},
             "files_sha256": manifest["files"],
@@ -214,6 +216,8 @@ def _write_engine(
     content = {
         **provenance,
         "spec": manifest["spec"],
+        "graph_options": manifest["graph_options"],
+        "drafters": manifest["drafters"],
         "graphs": graphs,
         "plan": plan.to_json(),
         "files": files,
@@ -296,10 +300,11 @@ def _plan(
     tensors = [w.weight for w in weights]
     spec = ModelSpec.from_json(manifest["spec"])
     in_memory = sum(t.nbytes if settings["weights"] == "in-place" else t.memory() for t in tensors)
-    states = [StateSpec.from_json(s) for g in manifest["graphs"].values() for s in g["state"]]
+    # Two graphs of a drafter share their buffers.
+    states = {s["name"]: StateSpec.from_json(s) for g in manifest["graphs"].values() for s in g["state"]}
     return plan_memory(
         spec,
-        states,
+        states.values(),
         slots=settings["max_sequences"],
         context=settings["max_context"],
         weights_file=sum(t.nbytes for t in tensors),
@@ -329,7 +334,7 @@ def _link_shards(
 
 
 def _link_name(source: str) -> str:
-    return f"shard-{Path(source).name}"
+    return "shard-" + source.removeprefix(f"{WEIGHTS_FOLDER}/").replace("/", "-")
 
 
 def _point_at_links(model: onnx.ModelProto) -> None:
@@ -343,7 +348,8 @@ def _point_at_links(model: onnx.ModelProto) -> None:
 def _check_shards(manifest: dict[str, Any], folder: Path, tensors: Iterable[StoredTensor]) -> None:
     """Raise BundleError if a shard is gone or its size or header is not what was exported."""
     sources = sorted({t.source for t in tensors})
-    known = manifest["checkpoint"]["files"].values()
+    drafters = manifest["drafters"].values()
+    known = [f for c in (manifest, *drafters) for f in c["checkpoint"]["files"].values()]
     expected = {(f["size"], f["header_sha256"]) for f in known}
     problems = []
     for source in sources:

@@ -77,7 +77,6 @@ class StepBatch:
             rows.astype(np.int64),
         )
 
-
     def replace(self, **changes: Any) -> StepBatch:
         """A copy with other values of some attributes."""
         return replace(self, **changes)

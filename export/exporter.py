@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export: a checkpoint becomes a model bundle, without a weight byte being copied."""
+"""Export: a checkpoint, and drafters' if asked, become a model bundle, without a weight byte being copied."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import nemo_build
 from nemo_build.bundle import (
@@ -22,19 +21,30 @@ from nemo_build.bundle import (
 )
 from nemo_build.errors import UserError
 from nemo_build.export.checkpoint import Checkpoint, TensorInfo
+from nemo_build.export.drafters import drafter_graphs, drafter_tensors
+from nemo_build.export.drafters.block import EMBEDDINGS, HEAD
 from nemo_build.export.graph import GraphBuilder
 from nemo_build.export.ledger import Ledger, reconcile
-from nemo_build.export.models import expected_tensors, models
+from nemo_build.export.models import GraphOptions, expected_tensors, models
+from nemo_build.export.placement import WeightsMode, place_weights
 from nemo_build.plugins.registry import STANDARD_OPSET, register_schemas
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
 from nemo_build.spec import ModelSpec, load_spec
+from nemo_build.spec_draft import DraftSpec, load_draft
 
 if TYPE_CHECKING:
     import onnx
 
-WeightsMode = Literal["auto", "link", "reference"]
+__all__ = ["Drafter", "ExportResult", "WeightsMode", "export_bundle"]
 
-WEIGHTS_FOLDER = "weights"
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter's spec, its checkpoint, and the ledger of the tensors in it."""
+
+    spec: DraftSpec
+    checkpoint: Checkpoint
+    ledger: Ledger
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,11 @@ class ExportResult:
     Attributes:
         out: The bundle's directory.
         spec: The model.
-        ledger: Every tensor, accounted for.
+        ledger: Every tensor of its checkpoint, accounted for.
         weights: ``link`` or ``reference``.
         graphs: Node count by graph.
         unused: Names of safetensors files beside the checkpoint's that do not belong to it.
+        drafters: The drafters by kind.
     """
 
     out: Path
@@ -56,6 +67,7 @@ class ExportResult:
     weights: str
     graphs: Mapping[str, int]
     unused: tuple[str, ...]
+    drafters: Mapping[str, Drafter]
 
 
 def export_bundle(
@@ -64,92 +76,163 @@ def export_bundle(
     *,
     weights: WeightsMode = "auto",
     force: bool = False,
+    drafts: Sequence[Path] = (),
+    options: GraphOptions | None = None,
 ) -> ExportResult:
     """Turn a Hugging Face checkpoint into a model bundle.
 
     Args:
         source: Directory of the checkpoint (a hub snapshot of symbolic links will do).
         out: Directory of the bundle.
-        weights: How the graphs' external data reach the checkpoint's bytes. ``link`` makes hard links to the
+        weights: How the graphs' external data reach the checkpoints' bytes. ``link`` makes hard links to the
             shards inside the bundle; any ONNX Runtime opens such a bundle. ``reference`` only notes the
             shards' directory, which a session must be told. ``auto`` links where the file system allows it.
         force: Replace `out` if it is a bundle.
+        drafts: Directories of drafters' checkpoints, at most one a kind.
+        options: Choices about the graphs; its taps are replaced by those of the drafters.
 
     Raises:
-        ConfigError: The configuration cannot be honoured.
+        ConfigError: A configuration cannot be honoured.
         CheckpointError: Tensors are missing, unexpected or wrong.
-        UserError: `out` exists or cannot be written, or the shards cannot be linked or referenced.
+        UserError: `out` exists or cannot be written, the shards cannot be linked or referenced, or two drafters are
+            of one kind.
     """
-    require_output(out, force=force, source=source)
+    for path in (source, *drafts):
+        require_output(out, force=force, source=path)
     spec = load_spec(source)
     checkpoint = Checkpoint.open(source)
     ledger = reconcile(checkpoint, expected_tensors(spec))
+    drafters = _open_drafters(drafts, spec)
+    options = replace(options or GraphOptions(), taps=_taps(drafters.values()))
     with publish(out) as directory:
-        mode, folder, locate = _place_weights(checkpoint, directory, out, weights)
-        graphs = {}
-        for name, module in models().items():
-            if module.applies(spec):
-                graphs[name] = _write_graph(directory, name, module, spec, checkpoint, locate)
+        sources = {"": checkpoint, **{kind: d.checkpoint for kind, d in drafters.items()}}
+        placed = place_weights(sources, directory, out, weights)
+        bundle = _Bundle(directory, spec, checkpoint.digest, placed.tensors)
+        graphs = {
+            name: bundle.write(name, module.build, options)
+            for name, module in models().items()
+            if module.applies(spec)
+        }
+        described = {}
+        for kind, drafter in drafters.items():
+            added = bundle.write_drafter(drafter, options.taps)
+            graphs |= added
+            described[kind] = _describe_drafter(drafter, list(added))
         manifest = {
             "nemo_build": nemo_build.__version__,
             "opsets": {"ai.onnx": STANDARD_OPSET, DOMAIN: OPSET_VERSION},
-            "checkpoint": {
-                "digest": checkpoint.digest,
-                "files": {
-                    name: {"size": shard.size, "header_sha256": shard.header_digest}
-                    for name, shard in sorted(checkpoint.files.items())
-                },
-            },
-            "weights": {
-                "mode": mode,
-                "folder": folder,
-                "tensors": len(ledger.entries),
-                "bytes_by_dtype": ledger.bytes_by_dtype,
-            },
+            "checkpoint": _describe_checkpoint(checkpoint),
+            "weights": {"mode": placed.mode, "folder": placed.folder, **_describe_tensors(ledger)},
             "spec": spec.to_json(),
+            "graph_options": options.to_json(),
             "graphs": graphs,
+            "drafters": described,
             "files": copy_files(source, directory, text_files(source)),
         }
         write_manifest(directory, MODEL_BUNDLE, manifest)
     nodes = {name: g["nodes"] for name, g in graphs.items()}
-    return ExportResult(out, spec, ledger, mode, nodes, checkpoint.unused)
+    return ExportResult(out, spec, ledger, placed.mode, nodes, checkpoint.unused, drafters)
 
 
-def _write_graph(
-    directory: Path,
-    name: str,
-    module: Any,
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    locate: Callable[[TensorInfo], str],
-) -> dict[str, Any]:
-    """Build, check and write one graph; returns its manifest entry."""
-    import onnx_ir as ir
+def _open_drafters(paths: Iterable[Path], target: ModelSpec) -> dict[str, Drafter]:
+    """Read and check the drafters' checkpoints; by kind."""
+    found: dict[str, Drafter] = {}
+    for path in paths:
+        spec = load_draft(path, target)
+        checkpoint = Checkpoint.open(path)
+        if spec.own_embeddings is None:
+            spec = replace(spec, own_embeddings=f"{EMBEDDINGS}.weight" in checkpoint.tensors)
+        if spec.own_head is None:
+            spec = replace(spec, own_head=f"{HEAD}.weight" in checkpoint.tensors)
+        if spec.kind in found:
+            both = [str(found[spec.kind].checkpoint.directory), str(path)]
+            raise UserError(f"A bundle has one {spec.kind} drafter at most:", both, "Give one of them.")
+        found[spec.kind] = Drafter(spec, checkpoint, reconcile(checkpoint, drafter_tensors(spec)))
+    return found
 
-    g = GraphBuilder(name, checkpoint.tensors, locate)
-    module.build(g, spec)
-    state = [s.to_json() for s in g.states]
-    model = g.finish(
-        {
-            "nemo_build.version": nemo_build.__version__,
-            "nemo_build.graph": name,
-            "nemo_build.checkpoint_digest": checkpoint.digest,
-            "nemo_build.spec": json.dumps(spec.to_json()),
-            "nemo_build.state": json.dumps(state),
-        }
-    )
-    proto = ir.serde.serialize_model(model)
-    _check(proto)
-    path = directory / f"{name}.onnx"
-    path.write_bytes(proto.SerializeToString(deterministic=True))
-    return {
-        "file": path.name,
-        "sha256": sha256_file(path),
-        "nodes": len(model.graph),
-        "inputs": [v.name for v in model.graph.inputs],
-        "outputs": [v.name for v in model.graph.outputs],
-        "state": state,
+
+def _taps(drafters: Iterable[Drafter]) -> tuple[int, ...]:
+    """The layers that the target's taps come from: the first drafter's in its order, then what others add."""
+    return tuple(dict.fromkeys(tap for d in drafters for tap in d.spec.taps))
+
+
+def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    files = {
+        name: {"size": shard.size, "header_sha256": shard.header_digest}
+        for name, shard in sorted(checkpoint.files.items())
     }
+    return {"digest": checkpoint.digest, "files": files}
+
+
+def _describe_tensors(ledger: Ledger) -> dict[str, Any]:
+    return {"tensors": len(ledger.entries), "bytes_by_dtype": ledger.bytes_by_dtype}
+
+
+def _describe_drafter(drafter: Drafter, graphs: list[str]) -> dict[str, Any]:
+    """A drafter's part of the manifest."""
+    return {
+        "checkpoint": _describe_checkpoint(drafter.checkpoint),
+        "weights": _describe_tensors(drafter.ledger),
+        "spec": drafter.spec.to_json(),
+        "graphs": graphs,
+    }
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Writes graphs into a bundle's directory. The tensors' ``file`` is their external-data location."""
+
+    directory: Path
+    spec: ModelSpec
+    digest: str
+    tensors: Mapping[str, TensorInfo]
+
+    def write_drafter(self, drafter: Drafter, taps: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """Write a drafter's graphs; returns their manifest entries."""
+        metadata = {
+            "nemo_build.draft": json.dumps(drafter.spec.to_json()),
+            "nemo_build.draft_digest": drafter.checkpoint.digest,
+        }
+        return {
+            name: self.write(name, module.build, drafter.spec, taps, metadata=metadata)
+            for name, module in drafter_graphs(drafter.spec).items()
+        }
+
+    def write(
+        self,
+        name: str,
+        build: Callable[..., None],
+        *arguments: object,
+        metadata: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Build, check and write one graph; returns its manifest entry."""
+        import onnx_ir as ir
+
+        g = GraphBuilder(name, self.tensors, lambda info: info.file)
+        build(g, self.spec, *arguments)
+        state = [s.to_json() for s in g.states]
+        model = g.finish(
+            {
+                "nemo_build.version": nemo_build.__version__,
+                "nemo_build.graph": name,
+                "nemo_build.checkpoint_digest": self.digest,
+                "nemo_build.spec": json.dumps(self.spec.to_json()),
+                "nemo_build.state": json.dumps(state),
+                **(metadata or {}),
+            }
+        )
+        proto = ir.serde.serialize_model(model)
+        _check(proto)
+        path = self.directory / f"{name}.onnx"
+        path.write_bytes(proto.SerializeToString(deterministic=True))
+        return {
+            "file": path.name,
+            "sha256": sha256_file(path),
+            "nodes": len(model.graph),
+            "inputs": [v.name for v in model.graph.inputs],
+            "outputs": [v.name for v in model.graph.outputs],
+            "state": state,
+        }
 
 
 def _check(proto: onnx.ModelProto) -> None:
@@ -172,26 +255,3 @@ def _check(proto: onnx.ModelProto) -> None:
     shown.graph.initializer.extend(kept)
     register_schemas()
     onnx.checker.check_model(shown, full_check=True, check_custom_domain=True)
-
-
-def _place_weights(
-    checkpoint: Checkpoint, directory: Path, out: Path, wanted: WeightsMode
-) -> tuple[str, str | None, Callable[[TensorInfo], str]]:
-    """Make the shards reachable; returns the mode, the folder to tell a session, and the locations."""
-    if wanted in ("auto", "link"):
-        try:
-            (directory / WEIGHTS_FOLDER).mkdir()
-            for name, shard in checkpoint.files.items():
-                os.link(shard.path_real, directory / WEIGHTS_FOLDER / name)
-            return "link", None, lambda info: f"{WEIGHTS_FOLDER}/{info.file}"
-        except OSError as error:
-            if wanted == "link":
-                raise UserError(
-                    f"Cannot hard-link the checkpoint's shards into {out}: {error.strerror}.",
-                    hint="Write the bundle to the checkpoint's file system, or pass --weights reference.",
-                ) from error
-            for leftover in (directory / WEIGHTS_FOLDER).iterdir():
-                leftover.unlink()
-            (directory / WEIGHTS_FOLDER).rmdir()
-    real = {name: shard.path_real for name, shard in checkpoint.files.items()}
-    return "reference", str(checkpoint.folder()), lambda info: real[info.file].name

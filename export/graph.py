@@ -123,7 +123,7 @@ class GraphBuilder:
             overload=function.overload,
         )
 
-    def constant(self, values: int | float | Sequence[int]) -> ir.Value:
+    def constant(self, values: int | float | Sequence[int] | Sequence[float]) -> ir.Value:
         """A small constant: int64 for integers, float32 for floats; scalar for a scalar."""
         array = np.asarray(values)
         array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
@@ -222,6 +222,10 @@ class GraphBuilder:
     def rms_norm(self, x: ir.Value, weight: ir.Value, epsilon: float, name: str = "norm") -> ir.Value:
         """RMSNorm over the last axis, statistics in float32."""
         return self.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon, name=name)
+
+    def layer_norm(self, x: ir.Value, weight: ir.Value, epsilon: float, name: str = "norm") -> ir.Value:
+        """LayerNorm without bias over the last axis, statistics in float32."""
+        return self.op("LayerNormalization", x, weight, axis=-1, epsilon=epsilon, name=name)
 
     def relu2(self, x: ir.Value) -> ir.Value:
         """relu(x)^2."""

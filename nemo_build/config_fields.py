@@ -19,7 +19,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATION = "relu2"
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text, as a table of names."""
     return frozenset(text.split())
 
 
@@ -38,7 +39,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "head_dim": ("head_dim", "attention_head_dim"),
     "n_routed_experts": ("n_routed_experts", "num_local_experts"),
 }
-HONOURED = _words(
+HONOURED = words(
     """
     architectures model_type vocab_size hidden_size num_hidden_layers hybrid_override_pattern
     tie_word_embeddings max_position_embeddings eos_token_id bos_token_id pad_token_id
@@ -66,7 +67,7 @@ MUST_BE: dict[str, tuple[object, tuple[BlockKind, ...] | None]] = {
 
 # Training, initialisation, the bookkeeping of transformers, and sampling defaults, which transformers too
 # takes from generation_config.json only. Quantization is read from the checkpoint's own description.
-IRRELEVANT = _words(
+IRRELEVANT = words(
     """
     attention_dropout hidden_dropout initializer_range rescale_prenorm_residual residual_in_fp32
     expand mamba_expand time_step_min time_step_max time_step_floor mamba_dt_min mamba_dt_max
@@ -87,13 +88,13 @@ KNOWN = HONOURED | IRRELEVANT | MUST_BE.keys()
 
 # generation_config.json: what leaves the logits alone only at one value, and all that is known.
 GENERATION_MUST_BE: dict[str, object] = {
-    **dict.fromkeys(_words("repetition_penalty encoder_repetition_penalty typical_p guidance_scale"), 1),
-    **dict.fromkeys(_words("min_p epsilon_cutoff eta_cutoff diversity_penalty min_length min_new_tokens"), 0),
-    **dict.fromkeys(_words("no_repeat_ngram_size encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(_words("num_beams num_return_sequences num_beam_groups"), 1),
-    **dict.fromkeys(_words("remove_invalid_values renormalize_logits token_healing"), False),
+    **dict.fromkeys(words("repetition_penalty encoder_repetition_penalty typical_p guidance_scale"), 1),
+    **dict.fromkeys(words("min_p epsilon_cutoff eta_cutoff diversity_penalty min_length min_new_tokens"), 0),
+    **dict.fromkeys(words("no_repeat_ngram_size encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(words("num_beams num_return_sequences num_beam_groups"), 1),
+    **dict.fromkeys(words("remove_invalid_values renormalize_logits token_healing"), False),
     **dict.fromkeys(
-        _words(
+        words(
             """
             bad_words_ids force_words_ids forced_bos_token_id forced_eos_token_id suppress_tokens
             begin_suppress_tokens sequence_bias exponential_decay_length_penalty watermarking_config
@@ -102,7 +103,7 @@ GENERATION_MUST_BE: dict[str, object] = {
         )
     ),
 }
-GENERATION_KNOWN = GENERATION_MUST_BE.keys() | _words(
+GENERATION_KNOWN = GENERATION_MUST_BE.keys() | words(
     """
     eos_token_id bos_token_id pad_token_id temperature top_p top_k do_sample
     transformers_version use_cache max_length max_new_tokens max_time early_stopping length_penalty
@@ -126,17 +127,25 @@ def show(value: object) -> str:
 
 
 class Fields:
-    """Typed access to a configuration that notes problems and goes on with a placeholder."""
+    """Typed access to a configuration that notes problems and goes on with a placeholder.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    Args:
+        config: The fields. Those of a nested object may stand under dotted names, as :func:`flatten` makes them.
+        aliases: Spellings of fields that have several; those of a ``config.json`` of the model by default.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], aliases: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
         self.config = config
+        self._aliases = ALIASES if aliases is None else aliases
         self.problems: list[str] = []
         self._bad: set[str] = set()
         self.any_unknown = False
 
     def problem(self, name: str, text: str) -> None:
         """Note once what is wrong with the field `name`, which is shown as the file spells it."""
-        spelling = next((s for s in ALIASES.get(name, ()) if self.config.get(s) is not None), name)
+        spelling = next((s for s in self._aliases.get(name, ()) if self.config.get(s) is not None), name)
         line = f"{spelling}: {text}"
         if line not in self.problems:
             self.problems.append(line)
@@ -148,7 +157,9 @@ class Fields:
 
     def raw(self, name: str) -> Any:
         """The value under any of the field's spellings, which must agree; None if absent or null."""
-        found = [(s, self.config[s]) for s in ALIASES.get(name, (name,)) if self.config.get(s) is not None]
+        found = [
+            (s, self.config[s]) for s in self._aliases.get(name, (name,)) if self.config.get(s) is not None
+        ]
         if not found:
             return None
         for spelling, value in found[1:]:
@@ -160,7 +171,7 @@ class Fields:
         """As :meth:`raw`, but absence is a problem."""
         value = self.raw(name)
         if value is None:
-            others = ALIASES.get(name, ())[1:]
+            others = self._aliases.get(name, ())[1:]
             self.problem(name, "missing" + (f" (also accepted as {', '.join(others)})" if others else ""))
         return value
 
@@ -209,9 +220,24 @@ class Fields:
         """Note every field outside `known`. A leading underscore marks a field private to its writer."""
         for name, value in self.config.items():
             if name not in known and not name.startswith("_"):
-                shown = name if name.isidentifier() else show(name)
+                shown = name if all(part.isidentifier() for part in name.split(".")) else show(name)
                 self.problem(shown, f"unknown field, here {show(value)}")
                 self.any_unknown = True
+
+
+def flatten(config: Mapping[str, Any], *nested: str) -> dict[str, Any]:
+    """`config` with the fields of the objects called `nested` under dotted names.
+
+    >>> flatten({"a": 1, "rope": {"theta": 2}}, "rope")
+    {'a': 1, 'rope.theta': 2}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in nested and isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": v for inner, v in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def to_float(value: object) -> float | None:

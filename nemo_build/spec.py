@@ -157,13 +157,13 @@ class ModelSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The spec as standard JSON data; an infinite float becomes ``{"__float__": "Infinity"}``."""
-        encoded: dict[str, Any] = _encode(self)
+        encoded: dict[str, Any] = encode(self)
         return encoded
 
     @classmethod
     def from_json(cls, data: object) -> ModelSpec:
         """The inverse of :meth:`to_json`. Raises ConfigError if `data` is anything else."""
-        spec: ModelSpec = _decode(cls, data, "spec")
+        spec: ModelSpec = decode(cls, data, "spec")
         return spec
 
 
@@ -201,11 +201,12 @@ def decode_float(value: object) -> object:
     return value
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """A spec, or a part of one, as standard JSON data."""
     if is_dataclass(value):
-        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: encode(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
-        return [_encode(v) for v in value]
+        return [encode(v) for v in value]
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -213,24 +214,24 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Rebuild `value` as `kind`, one of the few types that the dataclasses above use."""
+def decode(kind: Any, value: Any, where: str) -> Any:
+    """The inverse of :func:`encode` for the few types that specs use; raises ConfigError naming `where`."""
     if isinstance(kind, types.UnionType):  # X | None
-        return None if value is None else _decode(get_args(kind)[0], value, where)
+        return None if value is None else decode(get_args(kind)[0], value, where)
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         if not isinstance(value, Mapping) or set(value) != set(hints):
             raise _malformed(where, f"an object with the fields {', '.join(hints)}", value)
-        return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+        return kind(**{name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
     if get_origin(kind) is tuple:
         args = get_args(kind)
         if not isinstance(value, list) or (args[-1] is not Ellipsis and len(value) != len(args)):
             raise _malformed(where, "a list", value)
-        return tuple(_decode(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(decode(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if kind is float:
         value = decode_float(value) if isinstance(value, Mapping) else value
-    elif kind is BlockKind and isinstance(value, str) and value in set(BlockKind):
-        return BlockKind(value)
+    elif isinstance(kind, type) and issubclass(kind, StrEnum) and isinstance(value, str):
+        value = kind(value) if value in set(kind) else value
     if type(value) is not kind:
         raise _malformed(where, f"a {kind.__name__}", value)
     return value

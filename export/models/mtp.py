@@ -16,7 +16,7 @@ from nemo_build.errors import ConfigError
 from nemo_build.export.blocks import WEIGHT_DTYPES, blocks, projection
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
-from nemo_build.export.models import head, layer, step_inputs
+from nemo_build.export.models import GraphOptions, embed, head, layer, step_inputs
 from nemo_build.spec import BlockKind, ModelSpec, MtpSpec
 
 NAME = "mtp"
@@ -50,13 +50,12 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     return rules
 
 
-def build(g: GraphBuilder, spec: ModelSpec) -> None:
-    """Two norms, ``eh_proj`` over [embedding | hidden], the layers, the final RMSNorm, the target's head."""
+def build(g: GraphBuilder, spec: ModelSpec, options: GraphOptions) -> None:
+    """Two norms, ``eh_proj`` over [embedding | hidden], the layers, the final norm, the target's head."""
     mtp = _section(spec)
     step = step_inputs(g)
     hidden = g.input("hidden_in", ("batch", "steps", spec.hidden_size), ACTIVATION)
-    rows = g.op("Gather", g.weight("backbone.embeddings.weight"), step.input_ids, axis=0, name="embeddings")
-    embedded = g.op("Cast", rows, to=ACTIVATION, name="embedded")
+    embedded = embed(g, step, "backbone.embeddings")
 
     def norm(x: ir.Value, name: str) -> ir.Value:
         return g.rms_norm(x, g.weight(f"mtp.layers.0.{name}.weight", ACTIVATION), spec.norm_eps, name)
@@ -65,8 +64,10 @@ def build(g: GraphBuilder, spec: ModelSpec) -> None:
     x = g.linear(pair, "mtp.layers.0.eh_proj", step.lengths)
     for prefix, kind in layers(spec).items():
         x = layer(g, spec, kind, prefix, x, step)
-    final = g.weight(f"mtp.layers.{len(mtp.layers) - 1}.final_layernorm.weight", ACTIVATION)
-    head(g, spec, g.rms_norm(x, final, spec.norm_eps, "final_layernorm"), step)
+    weight = g.weight(f"mtp.layers.{len(mtp.layers) - 1}.final_layernorm.weight", ACTIVATION)
+    kind_of_norm = g.rms_norm if options.mtp_norm == "rms" else g.layer_norm
+    normed = kind_of_norm(x, weight, spec.norm_eps, "final_layernorm")
+    head(g, spec, normed, step, hidden=x if options.mtp_hidden == "raw" else normed)
 
 
 def _section(spec: ModelSpec) -> MtpSpec:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from nemo_build.export.blocks import WEIGHT_DTYPES, blocks, projection
 from nemo_build.export.graph import ACTIVATION, GraphBuilder
 from nemo_build.export.ledger import TensorRule
-from nemo_build.export.models import head, layer, step_inputs
+from nemo_build.export.models import GraphOptions, embed, head, layer, step_inputs
 from nemo_build.spec import BlockKind, ModelSpec
 
 NAME = "target"
@@ -36,13 +36,17 @@ def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     return rules
 
 
-def build(g: GraphBuilder, spec: ModelSpec) -> None:
-    """Embedding, layers, final norm, head. ``hidden`` is the residual after the final norm."""
+def build(g: GraphBuilder, spec: ModelSpec, options: GraphOptions) -> None:
+    """Embedding, layers, final norm, head. ``hidden`` is the residual after the final norm, unless asked otherwise."""
     step = step_inputs(g)
-    rows = g.op("Gather", g.weight("backbone.embeddings.weight"), step.input_ids, axis=0, name="embeddings")
-    x = g.op("Cast", rows, to=ACTIVATION, name="embedded")
+    x = embed(g, step, "backbone.embeddings")
+    residuals = []
     for prefix, kind in layers(spec).items():
         x = layer(g, spec, kind, prefix, x, step)
-    head(
-        g, spec, g.rms_norm(x, g.weight("backbone.norm_f.weight", ACTIVATION), spec.norm_eps, "norm_f"), step
-    )
+        residuals.append(x)
+    normed = g.rms_norm(x, g.weight("backbone.norm_f.weight", ACTIVATION), spec.norm_eps, "norm_f")
+    if options.taps:
+        tapped = residuals if options.last_tap == "raw" else [*residuals[:-1], normed]
+        taps = g.op("Concat", *(tapped[i] for i in options.taps), axis=-1, name="tapped")
+        g.output(taps, "taps", ("batch", "steps", len(options.taps) * spec.hidden_size))
+    head(g, spec, normed, step, hidden=x if options.mtp_hidden == "raw" else normed)
