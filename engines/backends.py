@@ -4,40 +4,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_build.engines.session import Session
+from nemo_build.engines.session import Graph, Session
 from nemo_build.errors import BundleError
 from nemo_build.plugins import native
 
 
-def open_session(
-    directory: Path,
-    manifest: Mapping[str, Any],
-    graph: str,
-    *,
-    slots: int,
-    context: int,
-    pending: int = 0,
-    threads: int = 0,
-    hidden: bool = False,
-) -> Session:
-    """Open one graph of an engine on the backend it was built for.
+def open_session(directory: Path, manifest: Mapping[str, Any], graph: str, **options: Any) -> Session:
+    """Open a step graph of an engine on the backend it was built for.
 
     Args:
         directory: The engine.
         manifest: Its manifest.
         graph: Name of the graph, for example ``target``.
-        slots: State slots.
-        context: Positions per slot.
-        pending: Tokens per slot that a step may leave uncommitted.
-        threads: CPU threads; 0 lets the backend choose.
-        hidden: Whether steps return the hidden states.
+        **options: ``slots``, ``context``, ``pending``, ``threads``, ``hidden``, ``taps``, ``state``; see
+            :class:`~nemo_build.engines.ort.OrtSession`.
 
     Raises:
         BundleError: The engine is for a backend that this version does not have, or cannot be opened.
     """
+    return _backend(directory, manifest).session(_file(directory, manifest, graph), **options)
+
+
+def open_graph(directory: Path, manifest: Mapping[str, Any], graph: str, **options: Any) -> Graph:
+    """The same for a graph that is no step graph; ``outputs`` among its options says what it is to return."""
+    return _backend(directory, manifest).graph(_file(directory, manifest, graph), **options)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What opens graphs."""
+
+    graph: Callable[..., Graph]
+    session: Callable[..., Session]
+
+
+def _backend(directory: Path, manifest: Mapping[str, Any]) -> Backend:
     name = manifest["backend"]["name"]
     if name not in BACKENDS:
         known = ", ".join(BACKENDS)
@@ -47,17 +52,18 @@ def open_session(
             f"The weights of {directory} are laid out for the native kernels, which are not to be had here.",
             hint="`nemo-build doctor` says why; an engine built with --weights plain runs without them.",
         )
-    sizes = {"slots": slots, "context": context, "pending": pending}
-    return BACKENDS[name](
-        directory / manifest["graphs"][graph]["file"], threads=threads, hidden=hidden, **sizes
-    )
+    return BACKENDS[name]()
 
 
-def _onnxruntime(model: Path, **options: Any) -> Session:
-    from nemo_build.engines.ort import OrtSession
-
-    return OrtSession(model, **options)
+def _file(directory: Path, manifest: Mapping[str, Any], graph: str) -> Path:
+    return directory / str(manifest["graphs"][graph]["file"])
 
 
-BACKENDS: Mapping[str, Callable[..., Session]] = {"onnxruntime": _onnxruntime}
-"""What opens a graph, by the name in an engine's manifest."""
+def _onnxruntime() -> Backend:
+    from nemo_build.engines.ort import OrtGraph, OrtSession
+
+    return Backend(OrtGraph, OrtSession)
+
+
+BACKENDS: Mapping[str, Callable[[], Backend]] = {"onnxruntime": _onnxruntime}
+"""What opens graphs, by the name in an engine's manifest."""

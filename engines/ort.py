@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from nemo_build.plugins import native
 from nemo_build.state import StateSpec
 
 _FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
+_STEP_INPUTS = ("input_ids", "lengths", "past", "accepted", "slots", "logit_rows")
 
 
-class OrtSession:
-    """A step graph in ONNX Runtime on the CPU, its state updated in place.
+class OrtGraph:
+    """A graph in ONNX Runtime on the CPU, its state updated in place.
 
     The ops run in the native kernels where those are to be had, else in the reference functions of the graph.
 
@@ -34,8 +35,9 @@ class OrtSession:
         context: Positions per slot.
         pending: Tokens per slot that a step may leave uncommitted.
         threads: Threads within an op; 0 lets ONNX Runtime choose.
-        hidden: Whether steps return the hidden states.
         weights_folder: Directory of the external data, if it is not beside the graph.
+        state: Buffers of another graph that this one shares, by name; the others are its own.
+        outputs: Outputs that :meth:`run` returns.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class OrtSession:
         context: int,
         pending: int = 0,
         threads: int = 0,
-        hidden: bool = False,
         weights_folder: str | None = None,
+        state: Mapping[str, NDArray[Any]] | None = None,
+        outputs: Sequence[str] = (),
     ) -> None:
         self.slots, self.context, self.pending = slots, context, pending
         options = ort.SessionOptions()
@@ -67,34 +70,54 @@ class OrtSession:
         spec = json.loads(metadata["nemo_build.spec"])
         self._vocabulary, self.hidden_size = int(spec["vocab_size"]), int(spec["hidden_size"])
         sizes = {"slots": slots, "context": context, "pending": pending}
-        self._state = {s.name: np.zeros(s.resolve(sizes), s.dtype) for s in self.states}
-        self._outputs = ["logits", "hidden"] if hidden else ["logits"]
+        shared = state or {}
+        self._state = {
+            s.name: shared[s.name] if s.name in shared else np.zeros(s.resolve(sizes), s.dtype)
+            for s in self.states
+        }
+        self._outputs = list(outputs)
         self._binding = self._session.io_binding()
         for spec in self.states:
             value = ort.OrtValue.ortvalue_from_numpy(self._state[spec.name])
             self._binding.bind_ortvalue_input(spec.name, value)
             self._binding.bind_ortvalue_output(spec.output, value)
 
-    def step(self, batch: StepBatch) -> StepOutput:
-        """Run one step; see :class:`~nemo_build.engines.session.Session`."""
-        sizes = {"slots": self.slots, "context": self.context, "pending": self.pending}
-        check_batch(batch, **sizes, vocabulary=self._vocabulary)
-        binding = self._binding
-        for name in ("input_ids", "lengths", "past", "accepted", "slots", "logit_rows"):
-            binding.bind_cpu_input(name, np.ascontiguousarray(getattr(batch, name)))
-        if batch.hidden_in is not None:
-            binding.bind_cpu_input("hidden_in", np.ascontiguousarray(batch.hidden_in))
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
+        """Run the graph on host arrays, all inputs but the state buffers; the state advances."""
+        for name, array in inputs.items():
+            self._binding.bind_cpu_input(name, np.ascontiguousarray(array))
         for name in self._outputs:
-            binding.bind_output(name)
-        self._session.run_with_iobinding(binding)
-        found = dict(zip(self._bound_outputs(), binding.get_outputs(), strict=True))
-        return StepOutput(
-            found["logits"].numpy(), found["hidden"].numpy() if "hidden" in self._outputs else None
-        )
+            self._binding.bind_output(name)
+        self._session.run_with_iobinding(self._binding)
+        bound = [*(s.output for s in self.states), *self._outputs]
+        found = dict(zip(bound, self._binding.get_outputs(), strict=True))
+        return {name: found[name].numpy() for name in self._outputs}
 
     def state(self) -> Mapping[str, NDArray[Any]]:
         """The state buffers by name, as views."""
         return self._state
 
-    def _bound_outputs(self) -> list[str]:
-        return [s.output for s in self.states] + self._outputs
+
+class OrtSession(OrtGraph):
+    """A step graph; see :class:`~nemo_build.engines.session.Session`.
+
+    Args:
+        model: Path of the graph.
+        hidden: Whether steps return the hidden states.
+        taps: Whether steps return the taps.
+        **options: As of :class:`OrtGraph`.
+    """
+
+    def __init__(self, model: Path, *, hidden: bool = False, taps: bool = False, **options: Any) -> None:
+        outputs = ["logits", *["hidden"] * hidden, *["taps"] * taps]
+        super().__init__(model, outputs=outputs, **options)
+
+    def step(self, batch: StepBatch) -> StepOutput:
+        """Run one step; see :class:`~nemo_build.engines.session.Session`."""
+        sizes = {"slots": self.slots, "context": self.context, "pending": self.pending}
+        check_batch(batch, **sizes, vocabulary=self._vocabulary)
+        inputs = {name: getattr(batch, name) for name in _STEP_INPUTS}
+        if batch.hidden_in is not None:
+            inputs["hidden_in"] = batch.hidden_in
+        found = self.run(inputs)
+        return StepOutput(found["logits"], found.get("hidden"), found.get("taps"))

@@ -89,13 +89,15 @@ class StepOutput:
     Attributes:
         logits: ``[R, V]`` float32, one row for each entry of ``logit_rows``.
         hidden: ``[B, L, H]`` float32 final hidden states, if the session was opened to return them.
+        taps: ``[B, L, n*H]`` float32 residuals that drafters condition on, likewise.
     """
 
     logits: NDArray[np.float32]
-    hidden: NDArray[np.float32] | None
+    hidden: NDArray[np.float32] | None = None
+    taps: NDArray[np.float32] | None = None
 
 
-class Session(Protocol):
+class Graph(Protocol):
     """An open graph with its state buffers."""
 
     slots: int
@@ -104,16 +106,24 @@ class Session(Protocol):
     hidden_size: int
     states: list[StateSpec]
 
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
+        """Run it on host arrays, all inputs but the state buffers; returns the outputs it was opened for."""
+        ...
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """The state buffers by name, as views."""
+        ...
+
+
+class Session(Graph, Protocol):
+    """An open step graph."""
+
     def step(self, batch: StepBatch) -> StepOutput:
         """Run one step; the state of the rows' slots advances.
 
         Raises:
             ValueError: The batch contradicts itself or the session's sizes.
         """
-        ...
-
-    def state(self) -> Mapping[str, NDArray[Any]]:
-        """The state buffers by name, as views."""
         ...
 
 

@@ -249,6 +249,8 @@ class Batch:
         at = np.concatenate([i * width + w for i, w in enumerate(wanted)])
         output = self._session.step(batch.replace(logit_rows=at))
         seconds = time.perf_counter() - drafted
+        wants = self._speculation.speculator.features if self._speculation is not None else None
+        features = getattr(output, wants) if wants else None
         committed, results = [], []
         first = 0
         for i, (sequence, chunk, draft, w) in enumerate(zip(rows, chunks, drafts, wanted, strict=True)):
@@ -261,7 +263,7 @@ class Batch:
                 results.append((accepted if sequence.finished else len(draft), accepted))
                 if draft:
                     self.acceptance.add(len(draft), accepted)
-            committed.append(self._commit(sequence, len(chunk), count, output.hidden, i))
+            committed.append(self._commit(sequence, len(chunk), count, features, i))
         self._release_finished()
         if self._speculation is not None:
             going_on = [c for s, c in zip(rows, committed, strict=True) if not s.finished]
@@ -292,7 +294,7 @@ class Batch:
         return drafts
 
     def _commit(
-        self, sequence: RunningSequence, fed: int, count: int, hidden: NDArray[np.float32] | None, row: int
+        self, sequence: RunningSequence, fed: int, count: int, features: NDArray[np.float32] | None, row: int
     ) -> Committed:
         """Note that `count` of the `fed` tokens are the sequence's."""
         past, slot = sequence.fed, sequence.slot
@@ -303,7 +305,7 @@ class Batch:
             slot=slot,
             past=past,
             tokens=sequence.tokens[past : past + count + 1],
-            hidden=None if hidden is None else hidden[row, :count],
+            features=None if features is None else features[row, :count],
         )
 
     def _release_finished(self) -> None:

@@ -7,18 +7,17 @@ import numbers
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_build.bundle import ENGINE_BUNDLE, check_files, read_manifest
-from nemo_build.engines.backends import open_session
 from nemo_build.engines.plan import PREFILL_CHUNK, host_memory, plan_memory
 from nemo_build.engines.session import Session
 from nemo_build.errors import BundleError, RequestError
 from nemo_build.runtime.batch import Acceptance, Batch, RunningSequence, Speculation
 from nemo_build.runtime.params import SamplingParams
-from nemo_build.runtime.speculation.kinds import ADAPTIVE_DRAFTS, speculator_kind
+from nemo_build.runtime.speculation.kinds import ADAPTIVE_DRAFTS, EngineFiles, speculator_kind
 from nemo_build.runtime.speculation.lengths import DraftLengthController
 from nemo_build.runtime.stopping import FinishReason
 from nemo_build.runtime.tokenizer import Tokenizer
@@ -141,9 +140,10 @@ class Engine:
         most = ADAPTIVE_DRAFTS if draft_length is None else draft_length
         pending = most + 1 if kind else 0
         graphs = ["target", *(kind.graphs if kind else ())]
+        states = {s["name"]: s for name in graphs for s in manifest["graphs"][name]["state"]}
         plan_memory(
             spec,
-            [StateSpec.from_json(s) for name in graphs for s in manifest["graphs"][name]["state"]],
+            [StateSpec.from_json(s) for s in states.values()],
             slots=slots,
             context=context,
             weights_file=manifest["plan"]["weights_file"],
@@ -152,11 +152,12 @@ class Engine:
             pending=pending,
         ).require(host_memory(), "this machine")
         threads = default_threads() if threads is None else threads
-        opened = partial(open_session, directory, manifest, slots=slots, context=context, threads=threads)
+        files = EngineFiles(directory, manifest, {"slots": slots, "context": context, "threads": threads})
         if kind is None:
-            return cls(directory, spec, tokenizer, opened("target"))
-        session = opened("target", pending=pending, hidden=kind.needs_hidden)
-        speculator = kind.open(*(opened(name, hidden=True) for name in kind.graphs))
+            return cls(directory, spec, tokenizer, files.session("target"))
+        features = {kind.features: True} if kind.features else {}
+        session = files.session("target", pending=pending, **features)
+        speculator = kind.open(files)
         controller = DraftLengthController(most) if draft_length is None else None
         return cls(directory, spec, tokenizer, session, Speculation(speculator, most, controller))
 

@@ -55,7 +55,7 @@ def speculation_options(function: _Command) -> _Command:
             default="none",
             show_default=True,
             metavar="NAME",
-            help="Where drafts come from: mtp, ngram, none. The text is the same.",
+            help="Where drafts come from: mtp, dflash, dspark, ngram, none. The text is the same.",
         ),
     ):
         function = option(function)

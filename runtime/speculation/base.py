@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -19,24 +19,54 @@ class Committed:
         slot: The sequence's state slot.
         past: Position of the first of them.
         tokens: ``n + 1`` token ids: the committed ones and the one that follows, which the target has not seen.
-        hidden: ``[n, H]`` float32: the target's final hidden states at the committed positions; ``None`` if the
-            speculator does not need them.
+        features: ``[n, F]`` float32: the target's output at the committed positions that the speculator asks for;
+            ``None`` if it needs none.
     """
 
     slot: int
     past: int
     tokens: Sequence[int]
-    hidden: NDArray[np.float32] | None
+    features: NDArray[np.float32] | None
+
+
+@dataclass
+class Waiting:
+    """Committed positions of a sequence that a drafter has not seen yet.
+
+    They wait until drafts are asked for, so that speculation costs next to nothing while it is off.
+
+    Attributes:
+        past: The first of them.
+        tokens: For each, the token that follows it.
+        features: For each, the target's output at it; in pieces.
+    """
+
+    past: int
+    tokens: list[int] = field(default_factory=list)
+    features: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def add(self, row: Committed) -> None:
+        """Append what a step committed."""
+        assert row.features is not None, "the scheduler passes what the speculator asks for"
+        self.tokens += row.tokens[1:]
+        self.features.append(row.features.copy())
+
+    def take(self, count: int) -> tuple[int, list[int], NDArray[np.float32]]:
+        """Remove the first `count` positions: the first, the tokens that follow, and the features ``[count, F]``."""
+        past, tokens, features = self.past, self.tokens[:count], np.concatenate(self.features)
+        self.past += count
+        self.tokens, self.features = self.tokens[count:], [features[count:]]
+        return past, tokens, features[:count]
 
 
 class Speculator(Protocol):
     """Proposes drafts. It never keeps anything of a draft that was not committed.
 
     Attributes:
-        needs_hidden: Whether :meth:`observe` needs the target's hidden states.
+        features: The target's output that :meth:`observe` needs: ``hidden``, ``taps``, or ``None``.
     """
 
-    needs_hidden: bool
+    features: str | None
 
     def observe(self, rows: Sequence[Committed]) -> None:
         """Take in what a step committed; a sequence's positions come without gaps, from 0."""

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from nemo_build.engines.backends import open_graph, open_session
 from nemo_build.errors import RequestError
 from nemo_build.runtime.speculation.base import Speculator
+from nemo_build.runtime.speculation.block import BlockSpeculator
 from nemo_build.runtime.speculation.lookup import LookupSpeculator
 from nemo_build.runtime.speculation.mtp import MtpSpeculator
+from nemo_build.spec_draft import DraftSpec
 
 MOST_DRAFTS = 15
 """Drafts of a sequence in a step at most; the pending ring is sized by it."""
@@ -19,28 +25,63 @@ ADAPTIVE_DRAFTS = 7
 
 
 @dataclass(frozen=True)
+class EngineFiles:
+    """An engine that is being opened: its directory, its manifest, and the sizes of its sessions."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    sizes: Mapping[str, int]
+
+    def session(self, graph: str, **options: Any) -> Any:
+        """Open a step graph."""
+        return open_session(self.directory, self.manifest, graph, **self.sizes, **options)
+
+    def graph(self, graph: str, **options: Any) -> Any:
+        """Open another graph."""
+        return open_graph(self.directory, self.manifest, graph, **self.sizes, **options)
+
+
+@dataclass(frozen=True)
 class SpeculatorKind:
     """A speculator.
 
     Attributes:
-        graphs: Graphs of the engine that it runs.
-        needs_hidden: Whether the target has to return hidden states.
-        open: Makes it from open sessions of those graphs.
+        graphs: Graphs of the engine that it cannot do without.
+        features: The target's output that it needs: ``hidden``, ``taps``, or ``None``.
+        open: Makes it.
     """
 
     graphs: tuple[str, ...]
-    needs_hidden: bool
-    open: Callable[..., Speculator]
+    features: str | None
+    open: Callable[[EngineFiles], Speculator]
+
+
+def _open_mtp(files: EngineFiles) -> Speculator:
+    return MtpSpeculator(files.session("mtp", hidden=True))
+
+
+def _open_lookup(files: EngineFiles) -> Speculator:
+    return LookupSpeculator()
+
+
+def _open_block(kind: str, files: EngineFiles) -> Speculator:
+    spec = DraftSpec.from_json(files.manifest["drafters"][kind]["spec"])
+    context = files.graph(f"{kind}_context")
+    block = files.session(kind, state=context.state(), hidden=spec.confidence)
+    markov = files.graph(f"{kind}_markov", outputs=["logits"]) if spec.markov_rank else None
+    return BlockSpeculator(spec, context, block, markov)
 
 
 SPECULATORS: Mapping[str, SpeculatorKind] = {
-    "mtp": SpeculatorKind(("mtp",), True, MtpSpeculator),
-    "ngram": SpeculatorKind((), False, LookupSpeculator),
+    "mtp": SpeculatorKind(("mtp",), "hidden", _open_mtp),
+    "dflash": SpeculatorKind(("dflash_context", "dflash"), "taps", partial(_open_block, "dflash")),
+    "dspark": SpeculatorKind(("dspark_context", "dspark"), "taps", partial(_open_block, "dspark")),
+    "ngram": SpeculatorKind((), None, _open_lookup),
 }
 """All speculators by name."""
 
 
-def speculator_kind(name: str, draft_length: int | None, graphs: Collection[str]) -> SpeculatorKind | None:
+def speculator_kind(name: str, draft_length: int | None, graphs: Mapping[str, Any]) -> SpeculatorKind | None:
     """The speculator of this name; None for ``none``.
 
     Raises:
@@ -58,6 +99,6 @@ def speculator_kind(name: str, draft_length: int | None, graphs: Collection[str]
         have = [n for n, k in SPECULATORS.items() if all(g in graphs for g in k.graphs)]
         raise RequestError(
             f"The engine cannot speculate with {name}: it has no graph {', '.join(missing)}.",
-            hint=f"It can speculate with: {', '.join(have) or 'nothing'}.",
+            hint=f"It can speculate with: {', '.join(have)}.",
         )
     return kind

@@ -12,7 +12,7 @@ from nemo_build.runtime.speculation.ngram import NgramDrafter
 class LookupSpeculator:
     """Proposes what followed the last tokens when they occurred before in the same sequence."""
 
-    needs_hidden = False
+    features: str | None = None
 
     def __init__(self) -> None:
         self._drafters: dict[int, NgramDrafter] = {}

@@ -10,59 +10,38 @@ overwritten when the positions are committed, because it writes by position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import Session, StepBatch
-from nemo_build.runtime.speculation.base import Committed
+from nemo_build.runtime.speculation.base import Committed, Waiting
 
 _MOST_WAITING = 256
 """Positions of a sequence that may wait to be fed; hidden states of as many are kept."""
 
 
-@dataclass
-class _Waiting:
-    """Committed positions that the module has not seen: from `past` on, each its next token and its hidden state."""
-
-    past: int
-    tokens: list[int] = field(default_factory=list)
-    hidden: list[NDArray[np.float32]] = field(default_factory=list)
-
-    def take(self, count: int) -> tuple[int, list[int], NDArray[np.float32]]:
-        """Remove the first `count` positions."""
-        past, tokens, hidden = self.past, self.tokens[:count], np.concatenate(self.hidden)
-        self.past += count
-        self.tokens, self.hidden = self.tokens[count:], [hidden[count:]]
-        return past, tokens, hidden[:count]
-
-
 class MtpSpeculator:
     """Greedy drafts of the MTP module.
-
-    Committed positions wait until drafts are asked for, so that speculation costs next to nothing while it is off.
 
     Args:
         session: The open ``mtp`` graph, with as many slots and positions as the target's session.
     """
 
-    needs_hidden = True
+    features: str | None = "hidden"
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, Waiting] = {}
 
     def observe(self, rows: Sequence[Committed]) -> None:
         """Keep the committed positions; see :class:`~nemo_build.runtime.speculation.base.Speculator`."""
         long = []
         for row in rows:
-            assert row.hidden is not None, "the scheduler passes what the speculator needs"
             if row.past == 0:
-                self._waiting[row.slot] = _Waiting(0)
+                self._waiting[row.slot] = Waiting(0)
             waiting = self._waiting[row.slot]
-            waiting.tokens += row.tokens[1:]
-            waiting.hidden.append(row.hidden.copy())
+            waiting.add(row)
             if len(waiting.tokens) > _MOST_WAITING:
                 long.append(row.slot)
         if long:  # all but the last position, from which the next draft starts
