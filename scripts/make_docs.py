@@ -73,6 +73,7 @@ def benchmarks_page() -> str:
         "cpu_decode_few": _cpu_decode_section,
         "cpu_decode_full": _cpu_decode_section,
         "cpu_ops": _cpu_ops_section,
+        "speculation": _speculation_section,
     }
     for name, section in sections.items():
         path = DOCS / "results" / f"{name}.json"
@@ -221,6 +222,25 @@ def _cpu_ops_section(record: dict[str, Any]) -> str:
         notes = [f"{name}: {note}" for name, note in record["notes"].get(op, {}).items()]
         parts.append("\n".join(rows) + ("\n\n" + "; ".join(notes) + "." if notes else "") + "\n")
     return "\n".join(parts)
+
+
+def _speculation_section(record: dict[str, Any]) -> str:
+    batches = sorted({c["batch"] for c in record["cases"]})
+    head = " | ".join(f"tokens/s, {b} at a time" for b in batches)
+    rows = [f"| speculator | drafts | acceptance length | {head} |", "|---" * (3 + len(batches)) + "|"]
+    for key in dict.fromkeys((c["speculator"], c["draft_length"]) for c in record["cases"]):
+        mine = {c["batch"]: c for c in record["cases"] if (c["speculator"], c["draft_length"]) == key}
+        cells = " | ".join(f"{mine[b]['speed']:.0f} ({mine[b]['ratio']:.2f}x)" for b in batches)
+        name, length = key if key[0] != "none" else ("none", "")
+        rows.append(f"| {name} | {length} | {mine[batches[0]]['acceptance_length']:.2f} | {cells} |")
+    return (
+        f"## Speculation on the demo checkpoint\n\n{record['date']}, `{record['command']}` on {record['cores']} cores "
+        f"of an {record['cpu']} ({record['instruction_set']}): greedy texts after {record['prompts']} prompts, "
+        f"medians over {record['rounds']} rounds; in brackets against plain decoding. The checkpoint is so small that "
+        "a step is mostly overhead, which says little of larger ones; acceptance is that of this checkpoint.\n\n"
+        + "\n".join(rows)
+        + "\n"
+    )
 
 
 def _export_section(record: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import resource
 import sys
@@ -10,7 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from nemo_build.plugins import native
 
 T = TypeVar("T")
 
@@ -35,6 +38,17 @@ class Cpu:
         """Read /proc/stat."""
         numbers = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         return cls((numbers[3] + numbers[4]) / _TICKS, sum(numbers) / _TICKS)
+
+
+def machine() -> dict[str, Any]:
+    """What figures are taken on: date, processor, cores of this process, instruction set of the CPU kernels."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": next(line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "cores": len(os.sched_getaffinity(0)),
+        "instruction_set": native.chosen(),
+    }
 
 
 def wait_until_idle(limit_s: float) -> None:

@@ -14,7 +14,6 @@ out. transformers runs with few layers only: all 52 in bfloat16 take 63 GB.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -29,9 +28,7 @@ from typing import Any
 
 import _llama_cpp
 from _process import run
-from _quiet import measure
-
-from nemo_build.plugins import native
+from _quiet import machine, measure
 
 PATTERNS = {"few": "MEM*E", "full": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
 PROMPTS = (128, 512)
@@ -279,14 +276,7 @@ def main() -> None:
         record = {
             "bench": "cpu_decode",
             "command": f"python scripts/bench/cpu_decode.py WORK --shape {options.shape} --peers DIRECTORY",
-            "date": datetime.date.today().isoformat(),
-            "cpu": next(
-                line.partition(":")[2].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            "cores": len(os.sched_getaffinity(0)),
-            "instruction_set": native.chosen(),
+            **machine(),
             "shape": options.shape,
             "rounds": options.rounds,
             "bytes_per_token": nbytes,

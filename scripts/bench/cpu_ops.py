@@ -13,9 +13,7 @@ filled with something else. The files take up to 4 GB in --work.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -28,7 +26,7 @@ import _ops_cases
 import onnxruntime
 from _ops_run import Contender
 from _process import run
-from _quiet import measure
+from _quiet import machine, measure
 
 from nemo_build.plugins import native
 
@@ -136,14 +134,7 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "bench": "cpu_ops",
         "command": "python scripts/bench/cpu_ops.py",
-        "date": datetime.date.today().isoformat(),
-        "cpu": next(
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "cores": len(os.sched_getaffinity(0)),
-        "instruction_set": native.chosen(),
+        **machine(),
         "onnxruntime": onnxruntime.__version__,
         "experts": options.experts,
         "rounds": options.rounds,

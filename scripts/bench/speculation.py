@@ -10,20 +10,19 @@ time and several together. Settings take turns over the rounds; speeds are media
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from _quiet import machine
+
 from nemo_build.demo import CHECKPOINT
 from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.export.exporter import export_bundle
 from nemo_build.export.quantize.calibration import DEFAULT_TEXT, read_texts
-from nemo_build.plugins import native
 from nemo_build.runtime import Engine, SamplingParams
 from nemo_build.runtime.speculation.kinds import SPECULATORS
 
@@ -85,10 +84,8 @@ def main() -> None:
             f"{key}: acceptance length {case['acceptance_length']:.2f}, {speed:.0f} tokens/s, {speed / plain:.2f}x"
         )
     record = {
-        "date": datetime.date.today().isoformat(),
+        **machine(),
         "command": "python scripts/bench/speculation.py",
-        "cores": len(os.sched_getaffinity(0)),
-        "instruction_set": native.chosen(),
         "rounds": options.rounds,
         "prompts": len(prompts),
         "cases": cases,
