@@ -24,11 +24,12 @@ from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.export.exporter import export_bundle
 from nemo_build.export.quantize.calibration import DEFAULT_TEXT, read_texts
 from nemo_build.runtime import Engine, SamplingParams
-from nemo_build.runtime.speculation.kinds import SPECULATORS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS, PROMPT_TOKENS, TOKENS = 16, 64, 128
 BATCHES = (1, 8)
+SPECULATORS = ("mtp", "ngram")
+"""Those that the demo checkpoint has what it takes for."""
 
 
 def settings() -> list[tuple[str, int | None]]:
