@@ -55,7 +55,8 @@ KERNELS = [
         include_dirs=["plugins/native"],
         language="c++",
         optional=True,
-        extra_compile_args=[*COMMON, "-fno-math-errno", *flags],
+        # The kernels say where operations are fused, so that results depend on the instruction set alone.
+        extra_compile_args=[*COMMON, "-fno-math-errno", "-ffp-contract=off", *flags],
     )
     for name, flags in INSTRUCTION_SETS.items()
     if IS_X86 or not flags

@@ -118,7 +118,7 @@ def build_engine(
         bundle: Directory of a model bundle.
         out: Directory of the engine.
         target: A name of :data:`~nemo_build.engines.targets.TARGETS`.
-        options: Sizes.
+        options: Sizes, and how weights are held.
         use_cache: Take the engine from the build cache, or add it there.
         force: Replace `out` if it is a bundle.
         progress: Told of the long phases.
@@ -250,10 +250,11 @@ def _settings(
     weights = options.weights
     if weights == "auto":
         weights = "packed" if native.chosen() else "plain"
+    natively = weights != "plain" and native.chosen() is not None
     activations = options.activations
     if activations == "auto":
-        lowered = weights != "plain" and tensors[EMBEDDINGS].dtype == "BF16"
-        activations = "bfloat16" if lowered else "float32"
+        rounded = natively and tensors[EMBEDDINGS].dtype == "BF16"
+        activations = "bfloat16" if rounded else "float32"
     problems = []
     if options.max_sequences < 1:
         problems.append(f"--max-sequences is {options.max_sequences}; it must be at least 1")
@@ -267,8 +268,10 @@ def _settings(
         )
     if activations not in ACTIVATIONS:
         problems.append(f"--activations is {activations}; there are {', '.join(ACTIVATIONS)}")
-    elif weights == "plain" and activations != "float32":
-        problems.append(f"--weights plain computes in float32, not with --activations {activations}")
+    elif activations != "float32" and not natively:
+        problems.append(
+            f"--activations {activations} needs the native kernels, and not --weights plain, which computes in float32"
+        )
     if problems:
         raise UserError("The engine cannot be built as asked:", problems)
     return {
@@ -296,10 +299,11 @@ def _weights(models: Iterable[onnx.ModelProto], settings: Mapping[str, Any]) -> 
 def _plan(
     manifest: dict[str, Any], weights: Iterable[PlacedWeight], settings: Mapping[str, Any]
 ) -> MemoryPlan:
-    """The memory plan. With plain weights, it assumes that ONNX Runtime's own kernels run the engine."""
+    """The memory plan. Without native kernels, and with plain weights, ONNX Runtime's own run the engine."""
     tensors = [w.weight for w in weights]
     spec = ModelSpec.from_json(manifest["spec"])
-    in_memory = sum(t.nbytes if settings["weights"] == "in-place" else t.memory() for t in tensors)
+    mapped = settings["weights"] == "in-place" and native.chosen() is not None
+    in_memory = sum(t.nbytes if mapped else t.memory() for t in tensors)
     # Two graphs of a drafter share their buffers.
     states = {s["name"]: StateSpec.from_json(s) for g in manifest["graphs"].values() for s in g["state"]}
     return plan_memory(
@@ -309,7 +313,7 @@ def _plan(
         context=settings["max_context"],
         weights_file=sum(t.nbytes for t in tensors),
         weights_memory=in_memory,
-        native=settings["weights"] != "plain",
+        native=settings["weights"] != "plain" and native.chosen() is not None,
     )
 
 

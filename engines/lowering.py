@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,25 +140,30 @@ class PanelWeight:
     def chunks(self, folder: Path) -> Iterator[NDArray[np.uint8]]:
         """Panels of a chunk of rows at a time."""
         for projection in self.projections:
+            amax = _amax(projection, folder) if self._scales_whole(projection) else 0.0
             for first, count in projection.row_chunks():
-                codes, scales = self._encode(projection, projection.read_rows(folder, first, count), folder)
+                codes, scales = self._encode(projection, projection.read_rows(folder, first, count), amax)
                 yield panels.pack(self.form, projection.columns, codes, scales)
 
     def scale(self, projection: StoredProjection, folder: Path) -> float:
         """What results of a projection are multiplied by."""
-        if self.form.name == projection.source_format or self.form.name != "nvfp4":
+        if not self._scales_whole(projection):
             return projection.scale(folder)
         nothing = np.zeros((1, nvfp4.BLOCK), np.float32)
         return float(nvfp4.encode(nothing, four_over_six=True, amax=_amax(projection, folder)).scale_2)
 
-    def _encode(self, projection: StoredProjection, stored: Codes, folder: Path) -> Codes:
+    def _scales_whole(self, projection: StoredProjection) -> bool:
+        """Whether the build makes a scale for the whole tensor."""
+        return self.form.name == "nvfp4" and projection.source_format != "nvfp4"
+
+    def _encode(self, projection: StoredProjection, stored: Codes, amax: float) -> Codes:
         """Codes and block scales in the panels' format."""
         if self.form.name == projection.source_format:
             return stored
         weight = _values(projection, stored[0])
         try:
             if self.form.name == "nvfp4":
-                encoded = nvfp4.encode(weight, four_over_six=True, amax=_amax(projection, folder))
+                encoded = nvfp4.encode(weight, four_over_six=True, amax=amax)
                 return encoded.codes, encoded.scales
             return _ENCODERS[self.form.name](weight)
         except ValueError as error:
@@ -352,7 +356,6 @@ def _values(projection: StoredProjection, codes: NDArray[np.uint8]) -> NDArray[A
     return codes.view(_NUMPY[projection.parts[0].dtype])
 
 
-@cache
 def _amax(projection: StoredProjection, folder: Path) -> float:
     """The largest magnitude of an unquantized projection; it is read once more for that."""
     pieces = (_values(projection, projection.read_rows(folder, *c)[0]) for c in projection.row_chunks())

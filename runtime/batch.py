@@ -227,7 +227,19 @@ class Batch:
         self._release_finished()
 
     def step(self) -> None:
-        """Run one step; the sequences that get tokens have them in their events."""
+        """Run one step; the sequences that get tokens have them in their events.
+
+        A step that fails or is interrupted leaves its sequences' state unknown, so it ends them all.
+        """
+        try:
+            self._step()
+        except BaseException:
+            for sequence in self._running:
+                sequence.cancel()
+            self._release_finished()
+            raise
+
+    def _step(self) -> None:
         while self._free and self._waiting:
             sequence = self._waiting.popleft()
             sequence.slot = self._free.pop()
@@ -259,10 +271,12 @@ class Batch:
                 accepted = sequence.choose(output.logits[first : first + len(w)], draft)
                 first += len(w)
                 count -= len(draft) - accepted
-                # Drafts behind the end of a text were not judged.
-                results.append((accepted if sequence.finished else len(draft), accepted))
-                if draft:
-                    self.acceptance.add(len(draft), accepted)
+                judged = (
+                    accepted if sequence.finished else len(draft)
+                )  # those behind the end of a text were not
+                results.append((judged, accepted))
+                if judged:
+                    self.acceptance.add(judged, accepted)
             committed.append(self._commit(sequence, len(chunk), count, features, i))
         self._release_finished()
         if self._speculation is not None:

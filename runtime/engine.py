@@ -15,6 +15,7 @@ from nemo_build.bundle import ENGINE_BUNDLE, check_files, read_manifest
 from nemo_build.engines.plan import PREFILL_CHUNK, host_memory, plan_memory
 from nemo_build.engines.session import Session
 from nemo_build.errors import BundleError, RequestError
+from nemo_build.plugins import native
 from nemo_build.runtime.batch import Acceptance, Batch, RunningSequence, Speculation
 from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.speculation.kinds import ADAPTIVE_DRAFTS, EngineFiles, speculator_kind
@@ -118,8 +119,8 @@ class Engine:
             max_sequences: Sequences at a time; default and limit are what the engine was built for.
             max_context: Positions per sequence; likewise.
             threads: CPU threads; default: ``NEMO_BUILD_THREADS``, or all CPUs of the process.
-            speculate: A name of :data:`~nemo_build.runtime.speculation.SPECULATORS`, or ``none``. What is generated
-                is the same.
+            speculate: A name of :data:`~nemo_build.runtime.speculation.kinds.SPECULATORS`, or ``none``. What is
+                generated is the same.
             draft_length: Drafts of a sequence in a step; default: as many as pay, by what steps cost and how many
                 drafts are accepted.
 
@@ -148,7 +149,7 @@ class Engine:
             context=context,
             weights_file=manifest["plan"]["weights_file"],
             weights_memory=manifest["plan"]["weights_memory"],
-            native=manifest["options"]["weights"] != "plain",
+            native=native.library() is not None,
             pending=pending,
         ).require(host_memory(), "this machine")
         threads = default_threads() if threads is None else threads

@@ -290,3 +290,18 @@ def test_the_environment_chooses_the_library(monkeypatch):
     monkeypatch.setenv("NEMO_BUILD_ISA", "sse9")
     with pytest.raises(UserError, match="sse9"):
         native.library()
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_int8_inputs_that_have_no_quotient(kind):
+    """Blocks too small to divide by are zeros; what is no number stays none."""
+    form = panels.FORMATS["int8"]
+    codes, scales = int_blocks.encode_int8(np.ones((3, 64), np.float32))
+    data = panels.pack(form, 64, codes, scales)
+    attributes = {"weight_format": "int8", "precision": "int8", "rows": 3, "columns": 64}
+    x = np.zeros((3, 64), np.float32)
+    x[0, 3], x[0, 40] = 1e-38, 1
+    x[1, 5], x[2, 33] = np.nan, np.inf
+    got = run_packed([x, data], "BlockLinear", kind, **attributes)
+    np.testing.assert_allclose(got[0], 1, rtol=1e-2)
+    assert not np.isfinite(got[1:]).any()

@@ -74,7 +74,7 @@ def _draft_length(ctx: click.Context, param: click.Parameter, value: str) -> int
     """A whole number; None for ``auto``."""
     if value == "auto":
         return None
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > 4:
         raise click.BadParameter(f"{value!r} is neither a whole number nor auto", ctx=ctx, param=param)
     return int(value)
 

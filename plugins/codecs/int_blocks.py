@@ -6,7 +6,7 @@ stores them.
 
 - INT8: ``scale = amax / 127``, codes -127 to 127.
 - INT4: codes -8 to 7, stored as code + 8, two a byte, the lower half first. The scale is the value of the largest
-  magnitude over -8, so that this value, whatever its sign, is met exactly and all 16 codes are used.
+  magnitude over -8, so that this value, whatever its sign, is met (up to the scale's rounding) and all codes are used.
 
 Scales are rounded to bfloat16 before codes are chosen, so codes are the nearest for the scale that is stored.
 """

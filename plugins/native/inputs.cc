@@ -62,7 +62,8 @@ INLINE U bfloat16_bits(F v) {  // in the upper half of each lane
   return (u & 0x7FFFFFFF) > 0x7F800000u ? (u | 0x400000u) & 0xFFFF0000u : rounded;
 }
 
-// Codes of 32 values and their scale.
+// Codes of 32 values and their scale. Blocks too small for a quotient are zeros; NaN and infinities give a NaN scale,
+// so that they reach the results.
 float quantize_int8(const float* x, float* codes) {
   F top = {};
   for (int i = 0; i < 32; i += kW) {
@@ -72,7 +73,13 @@ float quantize_int8(const float* x, float* codes) {
   float lanes[kW], most = 0;
   store(lanes, top);
   for (float v : lanes) most = std::max(most, v);
-  const float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+  float sum_of_zeros = 0;  // NaN if a value is NaN or infinite: comparisons above may have lost a NaN
+  for (int i = 0; i < 32; ++i) sum_of_zeros += x[i] * 0.0f;
+  if (sum_of_zeros != 0 || most < 0x1p-100f) {
+    std::fill_n(codes, 32, 0.0f);
+    return sum_of_zeros;
+  }
+  const float scale = most / 127.0f, inverse = 127.0f / most;
   const F magic = splat(0x1.8p23f);
   for (int i = 0; i < 32; i += kW) store(codes + i, (load<F>(x + i) * splat(inverse) + magic) - magic);
   return scale;

@@ -67,17 +67,24 @@ void check(abi::Api api, abi::Status* status) {
   throw Invalid("ONNX Runtime refused a call of a custom op");
 }
 
+struct Shape {
+  ~Shape() {
+    if (info != nullptr) api.call<void>(abi::kReleaseTensorTypeAndShapeInfo, info);
+  }
+  abi::Api api;
+  abi::ShapeInfo* info = nullptr;
+};
+
 Tensor view(abi::Api api, const abi::Value* value) {
   Tensor tensor;
   check(api, api.call<abi::Status*>(abi::kGetTensorMutableData, const_cast<abi::Value*>(value), &tensor.data));
-  abi::ShapeInfo* info = nullptr;
-  check(api, api.call<abi::Status*>(abi::kGetTensorTypeAndShape, value, &info));
-  const abi::ShapeInfo* shape = info;
+  Shape owned{api};
+  check(api, api.call<abi::Status*>(abi::kGetTensorTypeAndShape, value, &owned.info));
+  const abi::ShapeInfo* shape = owned.info;
   check(api, api.call<abi::Status*>(abi::kGetTensorElementType, shape, &tensor.type));
   check(api, api.call<abi::Status*>(abi::kGetDimensionsCount, shape, &tensor.rank));
   require(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
   check(api, api.call<abi::Status*>(abi::kGetDimensions, shape, static_cast<int64_t*>(tensor.dims), tensor.rank));
-  api.call<void>(abi::kReleaseTensorTypeAndShapeInfo, info);
   return tensor;
 }
 

@@ -7,7 +7,6 @@
 
 #pragma once
 
-#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>

@@ -74,6 +74,8 @@ struct RoutedExperts {
       up.push_back(projection(context, group.expert, 0));
       down.push_back(projection(context, group.expert, 1));
       require(up.back().columns() == width && down.back().rows() == width, "RoutedExperts: an expert's width differs");
+      require(up.back().rows() == up.front().rows() && down.back().columns() == up.front().rows(),
+              "RoutedExperts: an expert's inner width differs");
     }
     const int64_t inner = up.front().rows();
     std::vector<int64_t> group_of(count);

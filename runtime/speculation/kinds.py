@@ -87,12 +87,12 @@ def speculator_kind(name: str, draft_length: int | None, graphs: Mapping[str, An
     Raises:
         RequestError: There is none, the draft length makes no sense, or the engine lacks a graph it needs.
     """
+    if draft_length is not None and not 1 <= draft_length <= MOST_DRAFTS:
+        raise RequestError(f"The draft length is {draft_length}; it must be 1 to {MOST_DRAFTS}.")
     if name == "none":
         return None
     if name not in SPECULATORS:
         raise RequestError(f"There is no speculator {name!r}; there are {', '.join(SPECULATORS)} and none.")
-    if draft_length is not None and not 1 <= draft_length <= MOST_DRAFTS:
-        raise RequestError(f"The draft length is {draft_length}; it must be 1 to {MOST_DRAFTS}.")
     kind = SPECULATORS[name]
     missing = [g for g in kind.graphs if g not in graphs]
     if missing:
