@@ -28,7 +28,8 @@ from nemo_build.bundle import (
     write_manifest,
 )
 from nemo_build.engines.cache import ContentDigests, EngineCache
-from nemo_build.engines.lowering import CONVERSIONS, lower, set_precision
+from nemo_build.engines.lowering import lower, set_precision
+from nemo_build.engines.options import ACTIVATIONS, CONVERSIONS, WEIGHTS
 from nemo_build.engines.plan import MemoryPlan, host_memory, plan_memory
 from nemo_build.engines.targets import TARGETS
 from nemo_build.engines.weights import (
@@ -51,18 +52,6 @@ from nemo_build.state import StateSpec
 WEIGHTS_FILE = "weights.bin"
 EMBEDDINGS = "backbone.embeddings.weight"
 
-WEIGHTS: Mapping[str, str] = {
-    "auto": "packed where the native kernels are to be had, else plain",
-    "packed": "as stored, laid out for the native kernels",
-    **{name: f"packed, and unquantized projections converted to {name}" for name in CONVERSIONS},
-    "plain": "copied as the checkpoint stores them; any ONNX Runtime runs the engine",
-    "in-place": "not copied: the engine reads the checkpoint's own files, through hard links",
-}
-"""How an engine may hold its weights."""
-
-ACTIVATIONS = ("auto", "float32", "bfloat16", "int8")
-"""What projections may round their inputs to."""
-
 
 @dataclass(frozen=True)
 class BuildOptions:
@@ -72,7 +61,7 @@ class BuildOptions:
         max_sequences: Sequences at a time.
         max_context: Positions per sequence; ``None`` means the model's limit, but at most 8192.
         memory: Bytes that the engine may use; ``None`` means all of the target's.
-        weights: A name of :data:`WEIGHTS`.
+        weights: A name of :data:`~nemo_build.engines.options.WEIGHTS`.
         activations: What projections round their inputs to, ``float32``, ``bfloat16`` or ``int8``; ``auto`` is
             bfloat16 for a checkpoint in bfloat16, else float32. Sums are float32 always.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,6 @@ from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
 
 CPU_DOMAIN = "nemo.cpu"
 """Domain of the lowered ops."""
-
-CONVERSIONS = ("bf16", "int8", "int4", "nvfp4")
-"""Formats that a build can convert unquantized projections to."""
 
 _CHUNK = 1 << 24  # bytes of stored codes at a time
 _NUMPY = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
@@ -67,7 +64,7 @@ class StoredProjection:
         """The scale of the whole tensor; 1 for a plain one."""
         if self.stored_format == "plain":
             return 1.0
-        return float(np.frombuffer(self.parts[-1].read(folder), np.float32)[0])
+        return self.parts[-1].read_number(folder)
 
     def read_rows(self, folder: Path, first: int, count: int) -> Codes:
         """Stored codes and block scales of some rows, as bytes."""
@@ -103,6 +100,7 @@ class PanelWeight:
     projections: tuple[StoredProjection, ...]
     form: panels.PanelFormat
     stacked: bool
+    _amaxes: dict[StoredProjection, float] = field(default_factory=dict, compare=False, repr=False)
 
     dtype = "U8"
 
@@ -140,7 +138,7 @@ class PanelWeight:
     def chunks(self, folder: Path) -> Iterator[NDArray[np.uint8]]:
         """Panels of a chunk of rows at a time."""
         for projection in self.projections:
-            amax = _amax(projection, folder) if self._scales_whole(projection) else 0.0
+            amax = self._amax(projection, folder) if self._scales_whole(projection) else 0.0
             for first, count in projection.row_chunks():
                 codes, scales = self._encode(projection, projection.read_rows(folder, first, count), amax)
                 yield panels.pack(self.form, projection.columns, codes, scales)
@@ -150,11 +148,20 @@ class PanelWeight:
         if not self._scales_whole(projection):
             return projection.scale(folder)
         nothing = np.zeros((1, nvfp4.BLOCK), np.float32)
-        return float(nvfp4.encode(nothing, four_over_six=True, amax=_amax(projection, folder)).scale_2)
+        return float(nvfp4.encode(nothing, four_over_six=True, amax=self._amax(projection, folder)).scale_2)
 
     def _scales_whole(self, projection: StoredProjection) -> bool:
         """Whether the build makes a scale for the whole tensor."""
         return self.form.name == "nvfp4" and projection.source_format != "nvfp4"
+
+    def _amax(self, projection: StoredProjection, folder: Path) -> float:
+        """The largest magnitude of an unquantized projection, which is read once more for that."""
+        if projection not in self._amaxes:
+            pieces = (
+                _values(projection, projection.read_rows(folder, *c)[0]) for c in projection.row_chunks()
+            )
+            self._amaxes[projection] = max(float(np.abs(p.astype(np.float32)).max()) for p in pieces)
+        return self._amaxes[projection]
 
     def _encode(self, projection: StoredProjection, stored: Codes, amax: float) -> Codes:
         """Codes and block scales in the panels' format."""
@@ -173,7 +180,7 @@ class PanelWeight:
 
 @dataclass(frozen=True)
 class ScaleWeight:
-    """A float32 number for each projection: ``weights`` computes them from the checkpoint's folder."""
+    """A float32 number for each projection: `values` reads or computes them from the checkpoint's folder."""
 
     name: str
     count: int
@@ -215,7 +222,8 @@ def lower(models: Iterable[onnx.ModelProto], *, precision: str, convert: str | N
     Args:
         models: The graphs of one engine, with the checkpoint's tensors as external initializers.
         precision: What projections round their inputs to: ``float32``, ``bfloat16`` or ``int8``.
-        convert: A name of :data:`CONVERSIONS` for projections that are stored unquantized; None keeps them.
+        convert: A name of :data:`~nemo_build.engines.options.CONVERSIONS` for projections that are stored
+            unquantized; None keeps them.
 
     Returns:
         The new initializers by name. Their external data are still to be pointed at.
@@ -224,18 +232,16 @@ def lower(models: Iterable[onnx.ModelProto], *, precision: str, convert: str | N
     tensors = stored_tensors(models)
     lowering = _Lowering(tensors, precision, convert)
     for model in models:
+        added: dict[str, Weight] = {}
         for node in model.graph.node:
-            if node.domain != DOMAIN:
-                continue
-            node.overload = ""
-            if node.op_type in _LOWERED:
-                added = _LOWERED[node.op_type](lowering, node)
-                known = {t.name for t in model.graph.initializer}
-                model.graph.initializer.extend(_placeholder(w) for w in added if w.name not in known)
+            if node.domain == DOMAIN:
+                node.overload = ""
+                if node.op_type in _LOWERED:
+                    added |= {w.name: w for w in _LOWERED[node.op_type](lowering, node)}
         used = {name for node in model.graph.node for name in node.input}
         kept = [t for t in model.graph.initializer if t.name in used]
         del model.graph.initializer[:]
-        model.graph.initializer.extend(kept)
+        model.graph.initializer.extend([*kept, *map(_placeholder, added.values())])
         del model.functions[:]
         model.opset_import.add(domain=CPU_DOMAIN, version=OPSET_VERSION)
     return lowering.weights
@@ -243,8 +249,10 @@ def lower(models: Iterable[onnx.ModelProto], *, precision: str, convert: str | N
 
 def set_precision(model: onnx.ModelProto, precision: str) -> None:
     """Make the native kernels of a graph that is not lowered round projections' inputs to `precision`."""
+    if precision == "float32":
+        return  # what a node without the attribute means
     for node in model.graph.node:
-        if node.domain == DOMAIN and node.op_type in _LOWERED and precision != "float32":
+        if node.domain == DOMAIN and node.op_type in _LOWERED:
             node.attribute.append(onnx.helper.make_attribute("precision", precision))
 
 
@@ -264,7 +272,7 @@ class _Lowering:
         input_scales = [self._tensors[inputs[5]]] if inputs[5] else []
         added = self._panels(inputs[1], [StoredProjection.of(parts)], input_scales, stacked=False)
         names = [w.name if w else "" for w in added]
-        first = next(w for w in added if isinstance(w, PanelWeight)).projections[0]
+        first = added[0].projections[0]
         _replace(node, [inputs[0], names[0], inputs[2], *names[1:]])
         self._attributes(node, added[0], rows=first.rows, columns=first.columns)
         return [w for w in added if w]
@@ -286,7 +294,7 @@ class _Lowering:
             name = columns[0][0].replace(".experts.0.", ".experts.")
             added.append(self._panels(name, projections, input_scales, stacked=True))
         ordered = [w.name if w else "" for pair in zip(*added, strict=True) for w in pair]
-        up = next(w for w in added[0] if isinstance(w, PanelWeight)).projections[0]
+        up = added[0][0].projections[0]
         _replace(node, [*node.input[:4], *ordered])
         self._attributes(node, added[0][0], width=up.columns, inner=up.rows)
         return [w for half in added for w in half if w]
@@ -298,7 +306,7 @@ class _Lowering:
         input_scales: list[StoredTensor],
         *,
         stacked: bool,
-    ) -> tuple[Weight, Weight | None, Weight | None]:
+    ) -> tuple[PanelWeight, ScaleWeight | None, ScaleWeight | None]:
         """Panels, their scales and input scales; the same for a weight that was met before."""
         source = projections[0].source_format
         plain = projections[0].stored_format == "plain"
@@ -318,15 +326,14 @@ class _Lowering:
                 f"{name}.panel_input_scale",
                 len(projections),
                 tuple(input_scales),
-                lambda folder: [float(np.frombuffer(t.read(folder), np.float32)[0]) for t in input_scales],
+                lambda folder: [t.read_number(folder) for t in input_scales],
             )
         for w in (weight, scale, rounding):
             if w is not None:
                 self.weights.setdefault(w.name, w)
         return weight, scale, rounding
 
-    def _attributes(self, node: onnx.NodeProto, weight: Weight, **sizes: int) -> None:
-        assert isinstance(weight, PanelWeight), "the first of the weights has the panels"
+    def _attributes(self, node: onnx.NodeProto, weight: PanelWeight, **sizes: int) -> None:
         kept = [a for a in node.attribute if a.name != "weight_format"]
         del node.attribute[:]
         node.attribute.extend(kept)
@@ -354,12 +361,6 @@ def _placeholder(weight: Weight) -> onnx.TensorProto:
 def _values(projection: StoredProjection, codes: NDArray[np.uint8]) -> NDArray[Any]:
     """Rows of an unquantized projection in the dtype they are stored in."""
     return codes.view(_NUMPY[projection.parts[0].dtype])
-
-
-def _amax(projection: StoredProjection, folder: Path) -> float:
-    """The largest magnitude of an unquantized projection; it is read once more for that."""
-    pieces = (_values(projection, projection.read_rows(folder, *c)[0]) for c in projection.row_chunks())
-    return max(float(np.abs(piece.astype(np.float32)).max()) for piece in pieces)
 
 
 _ENCODERS: Mapping[str, Callable[[NDArray[Any]], Codes]] = {

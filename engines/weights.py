@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,11 @@ class StoredTensor:
         if len(data) != count:
             raise BundleError(f"{folder / self.source} ends within {self.name}.", hint="Export it again.")
         return data
+
+    def read_number(self, folder: Path) -> float:
+        """Its value, of a tensor that is one float32 number."""
+        (value,) = struct.unpack("<f", self.read(folder))
+        return float(value)
 
 
 class Weight(Protocol):

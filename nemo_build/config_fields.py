@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from nemo_build.errors import ConfigError
 from nemo_build.spec import BlockKind, decode_float
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -223,6 +224,19 @@ class Fields:
                 shown = name if all(part.isidentifier() for part in name.split(".")) else show(name)
                 self.problem(shown, f"unknown field, here {show(value)}")
                 self.any_unknown = True
+
+    def finish(self, known: AbstractSet[str], headline: str, what: str) -> None:
+        """Raise one ConfigError that lists every problem, unknown fields included, if there are any.
+
+        Args:
+            known: Fields that are honoured.
+            headline: What the message begins with.
+            what: What the fields describe, for the hint.
+        """
+        self.report_unknown(known)
+        if self.problems:
+            hint = f"A field we do not know may change what the {what} computes. If it does not, delete it."
+            raise ConfigError(headline, self.problems, hint if self.any_unknown else "")
 
 
 def flatten(config: Mapping[str, Any], *nested: str) -> dict[str, Any]:

@@ -134,11 +134,7 @@ def build_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None, 
         mtp=mtp,
         generation=_read_generation(fields, generation or {}, vocab_size),
     )
-    fields.report_unknown(KNOWN)
-    if fields.problems:
-        hint = "A field we do not know may change what the model computes. If it does not, delete it."
-        headline = f"{source}: this configuration cannot be honoured"
-        raise ConfigError(headline, fields.problems, hint if fields.any_unknown else "")
+    fields.finish(KNOWN, f"{source}: this configuration cannot be honoured", "model")
     return spec
 
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_build.config_fields import IRRELEVANT, Fields, comparable, flatten, show, to_float, words
-from nemo_build.errors import ConfigError
 from nemo_build.spec import ModelSpec
 from nemo_build.spec_draft import DraftKind, DraftSpec, RotarySpec, YarnSpec
 
@@ -142,11 +141,7 @@ def build_draft(config: Mapping[str, Any], target: ModelSpec, source: str) -> Dr
         dtype=fields.dtype("dtype", default="bfloat16"),
     )
     _check_sizes(fields, target)
-    fields.report_unknown(KNOWN)
-    if fields.problems:
-        hint = "A field we do not know may change what the drafter computes. If it does not, delete it."
-        headline = f"{source}: this drafter cannot be honoured"
-        raise ConfigError(headline, fields.problems, hint if fields.any_unknown else "")
+    fields.finish(KNOWN, f"{source}: this drafter cannot be honoured", "drafter")
     return spec
 
 

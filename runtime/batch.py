@@ -271,9 +271,8 @@ class Batch:
                 accepted = sequence.choose(output.logits[first : first + len(w)], draft)
                 first += len(w)
                 count -= len(draft) - accepted
-                judged = (
-                    accepted if sequence.finished else len(draft)
-                )  # those behind the end of a text were not
+                # Drafts behind the end of a text were not judged.
+                judged = accepted if sequence.finished else len(draft)
                 results.append((judged, accepted))
                 if judged:
                     self.acceptance.add(judged, accepted)

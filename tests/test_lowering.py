@@ -16,7 +16,7 @@ from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.demo import CHECKPOINT
 from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.engines.inspect import inspect, verify_weights
-from nemo_build.engines.lowering import CONVERSIONS
+from nemo_build.engines.options import CONVERSIONS
 from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.session import StepBatch
 from nemo_build.errors import BundleError, CheckpointError, UserError

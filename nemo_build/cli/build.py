@@ -8,11 +8,12 @@ from pathlib import Path
 import click
 
 from nemo_build.cli._console import bars, force_option, json_option, print_json, size
+from nemo_build.engines.options import ACTIVATIONS, WEIGHTS
 
 _MAX_MEMORY = 1e9
 
 
-@click.command()
+@click.command(epilog="\b\nKIND of --weights:\n" + "\n".join(f"  {k:9} {v}" for k, v in WEIGHTS.items()))
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Directory of the engine.")
 @click.option("--target", default="cpu", show_default=True, help="The device to build for.")
@@ -31,7 +32,7 @@ _MAX_MEMORY = 1e9
     default="auto",
     show_default=True,
     metavar="TYPE",
-    help="What projections round their inputs to: float32, bfloat16, int8; auto is the checkpoint's own type.",
+    help=f"What projections round their inputs to: {', '.join(ACTIVATIONS)}; auto is the checkpoint's own type.",
 )
 @click.option("--no-cache", is_flag=True, help="Neither take the engine from the build cache nor add it.")
 @force_option
@@ -52,15 +53,6 @@ def command(
     """Turn a model BUNDLE into an engine for one target.
 
     Two builds of the same inputs are byte-identical; the second comes from the build cache.
-
-    \b
-    KIND of --weights:
-      auto      packed where the native kernels are to be had, else plain
-      packed    as stored, laid out for the native kernels
-      bf16, int8, int4, nvfp4
-                packed, and unquantized projections converted
-      plain     copied as stored; any ONNX Runtime runs the engine
-      in-place  not copied: hard links to the checkpoint's files
     """
     from nemo_build.engines.build import BuildOptions, build_engine
 

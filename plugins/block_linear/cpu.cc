@@ -13,8 +13,6 @@
 namespace nemo {
 namespace {
 
-constexpr int64_t kTokenBlock = 96;  // inputs that stay in the second-level cache while all panels pass
-
 struct BlockLinear {
   explicit BlockLinear(const Node& node)
       : options_(node), packed_rows_(node.integer("rows", 0)), packed_columns_(node.integer("columns", 0)) {}
@@ -36,8 +34,9 @@ struct BlockLinear {
     dims[x.rank - 1] = projection.rows();
     const Tensor y = context.output(0, dims, x.rank);
 
-    for (int64_t from = 0; from < static_cast<int64_t>(tokens.size()); from += kTokenBlock) {
-      const int64_t count = std::min<int64_t>(kTokenBlock, tokens.size() - from);
+    // A block of tokens at a time for all panels, so that the tokens stay in the cache.
+    for (int64_t from = 0; from < static_cast<int64_t>(tokens.size()); from += Projection::kTokenBlock) {
+      const int64_t count = std::min<int64_t>(Projection::kTokenBlock, tokens.size() - from);
       context.parallel(projection.tasks(), [&](size_t task) {
         projection.run_task(task, inputs, from, count, [&](int64_t i, int64_t row, int64_t rows, const float* values) {
           float* to = y.mutable_floats() + tokens[from + i] * projection.rows() + row;

@@ -111,11 +111,10 @@ struct CachedAttention {
     step.q = q.floats(), step.k = k.floats(), step.v = v.floats();
     step.cos = cos.floats(), step.sin = sin.floats();
     step.slot = in[5].ints(), step.past = in[6].ints(), step.lengths = in[7].ints();
+    require_rows("CachedAttention", {step.slot, step.lengths, nullptr, step.batch, step.steps, step.slots, 0});
     for (int64_t row = 0; row < step.batch; ++row) {
       if (step.lengths[row] == 0) continue;
       const int64_t end = step.past[row] + step.lengths[row];
-      require(step.lengths[row] > 0 && step.lengths[row] <= step.steps, "CachedAttention: lengths");
-      require(step.slot[row] >= 0 && step.slot[row] < step.slots, "CachedAttention: slots");
       require(step.past[row] >= 0 && end <= step.context, "CachedAttention: more tokens than the cache has positions");
       require(!cos || end <= cos.dims[0], "CachedAttention: more tokens than the tables have positions");
     }

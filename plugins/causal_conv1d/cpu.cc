@@ -29,12 +29,7 @@ struct CausalConv1d {
 
     const int64_t batch = x.dims[0], steps = x.dims[1], channels = x.dims[2];
     const int64_t taps = weight.dims[2], keep = taps - 1, ring = state.dims[1] - keep;
-    for (int64_t row = 0; row < batch; ++row) {
-      if (lengths[row] == 0) continue;
-      require(lengths[row] > 0 && lengths[row] <= steps, "CausalConv1d: lengths");
-      require(slots[row] >= 0 && slots[row] < state.dims[0], "CausalConv1d: slots");
-      require(accepted[row] >= 0 && accepted[row] <= ring, "CausalConv1d: accepted");
-    }
+    require_rows("CausalConv1d", {slots, lengths, accepted, batch, steps, state.dims[0], ring});
     const Tensor y = context.output(0, x.dims, 3), next = context.state_output(1, state);
     const int64_t tiles = (channels + kTile - 1) / kTile;
     context.parallel(batch * tiles, [&](size_t task) {

@@ -10,17 +10,17 @@ their callers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from nemo_build.plugins.libraries import REFERENCE, Forced, library_file
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -33,8 +33,6 @@ SETS = ("plain", "avx2", "avx512")
 INTERFACE = 1
 #: Values a task of a thread gets: the working set of a core's cache, and of a sum in a fixed order.
 CHUNK = 1 << 20
-
-_forced: str | None = None
 
 
 class Plan(ctypes.Structure):
@@ -50,16 +48,15 @@ class Plan(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name("_pack" + suffix)
-        if path.is_file():
-            try:
-                library = ctypes.CDLL(str(path))
-                library.nemo_fp8_error.restype = ctypes.c_double
-                return library if library.nemo_interface() == INTERFACE else None
-            except (OSError, AttributeError):
-                return None  # built for another processor, or from older sources
-    return None
+    path = library_file(Path(__file__).parent, "pack")
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        library.nemo_fp8_error.restype = ctypes.c_double
+        return library if library.nemo_interface() == INTERFACE else None
+    except (OSError, AttributeError):
+        return None  # built for another processor, or from older sources
 
 
 @cache
@@ -79,29 +76,17 @@ def describe() -> str:
     return instruction_sets()[-1] if available() else "not built"
 
 
-@contextmanager
-def forced(name: str) -> Iterator[None]:
-    """Use one instruction set, or "reference" for NumPy, in this process for a while: for tests and benchmarks.
-
-    Raises ValueError for a set that is not there.
-    """
-    global _forced
-    if name != "reference" and name not in instruction_sets():
-        raise ValueError(f"no kernels for {name!r}; there are {instruction_sets()}")
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
+forced = Forced(lambda: instruction_sets())
+"""Use one instruction set in this process for a while; see :class:`Forced`."""
 
 
 def in_use() -> bool:
     """Whether encoders are to call the kernels."""
-    return available() and _forced != "reference"
+    return available() and forced.name != REFERENCE
 
 
 def _call(function: str, *arguments: object) -> Any:
-    name = _forced or describe()
+    name = forced.name or describe()
     return getattr(_library(), function)(ctypes.c_int(SETS.index(name)), *arguments)
 
 

@@ -9,25 +9,21 @@ engines run the reference functions. Each is no Python module, only a library th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from nemo_build import settings
 from nemo_build.errors import UserError
+from nemo_build.plugins import libraries
+from nemo_build.plugins.libraries import REFERENCE, Forced
 
 INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512vnni", "avx512bf16")
 """What the libraries are compiled for, best last."""
 
-_forced: str | None = None
-
 
 def library_file(name: str) -> Path | None:
     """The library of an instruction set, if it was built."""
-    files = (Path(__file__).with_name(f"_{name}{suffix}") for suffix in EXTENSION_SUFFIXES)
-    return next((f for f in files if f.is_file()), None)
+    return libraries.library_file(Path(__file__).parent, name)
 
 
 @cache
@@ -48,20 +44,8 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(s for i, s in enumerate(INSTRUCTION_SETS) if supported(i) and library_file(s) is not None)
 
 
-@contextmanager
-def forced(name: str) -> Iterator[None]:
-    """Use one instruction set, or "reference" for none, for sessions that are opened meanwhile in this process.
-
-    Raises ValueError for a set that is not there.
-    """
-    global _forced
-    if name != "reference" and name not in instruction_sets():
-        raise ValueError(f"no kernels for {name!r}; there are {instruction_sets()}")
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
+forced = Forced(lambda: instruction_sets())
+"""Use one instruction set for sessions that are opened meanwhile in this process; see :class:`Forced`."""
 
 
 def chosen() -> str | None:
@@ -71,15 +55,15 @@ def chosen() -> str | None:
         UserError: ``NEMO_BUILD_ISA`` names a set that is not there.
     """
     there = instruction_sets()
-    asked = _forced or settings.instruction_set()
+    asked = forced.name or settings.instruction_set()
     if asked is None:
         return there[-1] if there else None
-    if asked == "reference":
+    if asked == REFERENCE:
         return None
     if asked not in there:
         raise UserError(
             f"NEMO_BUILD_ISA is {asked!r}, which is not to be had here.",
-            [*there, "reference"],
+            [*there, REFERENCE],
             "Set it to one of these, or unset it.",
         )
     return asked

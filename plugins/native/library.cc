@@ -3,6 +3,7 @@
 // The library's entry point, and the parts of op.h that need no template.
 
 #include <algorithm>
+#include <utility>
 
 #include "op.h"
 #include "small_floats.h"
@@ -166,6 +167,20 @@ void Context::run_parallel(void (*work)(void*, size_t), size_t tasks, void* user
                                 work, tasks, tasks, user));
 }
 
+// Rows.
+
+void require_rows(const char* op, const Rows& rows) {
+  const auto within = [&](const char* what, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high) throw Invalid(std::string(op) + ": " + what);
+  };
+  for (int64_t row = 0; row < rows.batch; ++row) {
+    if (rows.lengths[row] == 0) continue;
+    within("lengths", rows.lengths[row], 1, rows.steps);
+    within("slots", rows.slots[row], 0, rows.slot_count - 1);
+    if (rows.accepted != nullptr) within("accepted", rows.accepted[row], 0, rows.ring);
+  }
+}
+
 // Small tensors.
 
 float element(const Tensor& tensor, int64_t i) {
@@ -191,27 +206,50 @@ std::vector<float> to_floats(const Tensor& tensor) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+namespace nemo {
+namespace {
+
+// A domain each for the ops' domain names. They must live as long as any session does, so they are never released.
+std::vector<abi::CustomOpDomain*> make_domains() {
+  std::vector<std::pair<std::string, abi::CustomOpDomain*>> made;
+  for (const Entry* entry : entries()) {
+    const char* name = entry->signature.domain;
+    auto known = std::find_if(made.begin(), made.end(), [&](const auto& domain) { return domain.first == name; });
+    if (known == made.end()) {
+      abi::CustomOpDomain* domain = nullptr;
+      check(runtime, runtime.call<abi::Status*>(abi::kCreateCustomOpDomain, name, &domain));
+      known = made.insert(made.end(), {name, domain});
+    }
+    const abi::CustomOp* op = &entry->op;
+    check(runtime, runtime.call<abi::Status*>(abi::kCustomOpDomainAdd, known->second, op));
+  }
+  std::vector<abi::CustomOpDomain*> domains;
+  for (const auto& domain : made) domains.push_back(domain.second);
+  return domains;
+}
+
+const std::vector<abi::CustomOpDomain*>& domains_for(const abi::ApiBase* base) {
+  // Once: a session that is made registers the ops again while others run.
+  static const std::vector<abi::CustomOpDomain*> domains = [&] {
+    const abi::Api api{base->get_api(abi::kVersion)};
+    require(api.table != nullptr, "the native kernels need ONNX Runtime 1.18 or later");
+    runtime = api;
+    return make_domains();
+  }();
+  return domains;
+}
+
+}  // namespace
+}  // namespace nemo
+
 EXPORT nemo::abi::Status* RegisterCustomOps(nemo::abi::SessionOptions* options, const nemo::abi::ApiBase* base) {
   using namespace nemo;
-  // Once: a session that is made registers the ops again while others run.
-  static const bool known = (runtime.table = base->get_api(abi::kVersion)) != nullptr;
-  (void)known;
-  std::vector<const char*> domains;
-  for (const Entry* entry : entries()) {
-    const bool known = std::any_of(domains.begin(), domains.end(), [&](const char* name) {
-      return std::strcmp(name, entry->signature.domain) == 0;
-    });
-    if (!known) domains.push_back(entry->signature.domain);
-  }
-  for (const char* name : domains) {
-    abi::CustomOpDomain* domain = nullptr;
-    if (auto* status = runtime.call<abi::Status*>(abi::kCreateCustomOpDomain, name, &domain)) return status;
-    for (const Entry* entry : entries()) {
-      if (std::strcmp(name, entry->signature.domain) != 0) continue;
-      const abi::CustomOp* op = &entry->op;
-      if (auto* status = runtime.call<abi::Status*>(abi::kCustomOpDomainAdd, domain, op)) return status;
+  try {
+    for (abi::CustomOpDomain* domain : domains_for(base)) {
+      if (auto* status = runtime.call<abi::Status*>(abi::kAddCustomOpDomain, options, domain)) return status;
     }
-    if (auto* status = runtime.call<abi::Status*>(abi::kAddCustomOpDomain, options, domain)) return status;
+    return nullptr;
+  } catch (const std::exception& error) {
+    return failure(abi::Api{base->get_api(1)}, error.what());
   }
-  return nullptr;
 }

@@ -24,6 +24,15 @@ inline void require(bool holds, const char* what) {
   if (!holds) throw Invalid(what);
 }
 
+// What the rows of a step say, one number a row each. `accepted` and `ring` are of ops that keep pending tokens.
+struct Rows {
+  const int64_t *slots, *lengths, *accepted = nullptr;
+  int64_t batch, steps, slot_count, ring = 0;
+};
+
+// Refuses rows that would reach outside their buffers.
+void require_rows(const char* op, const Rows& rows);
+
 constexpr int kMaxRank = 8;
 
 // A view of a tensor. `data` is null for an optional input that is not there.

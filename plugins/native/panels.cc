@@ -17,7 +17,8 @@ namespace nemo {
 namespace {
 
 constexpr FormatInfo kInfo[kFormats] = {
-    {"nvfp4", 4, 4}, {"int4", 4, 4}, {"fp8", 8, 0}, {"int8", 8, 4}, {"bf16", 16, 0}, {"f16", 16, 0}, {"f32", 32, 0},
+    {"nvfp4", 4, 16, 1}, {"int4", 4, 32, 2},  {"fp8", 8, 0, 0},  {"int8", 8, 32, 2},
+    {"bf16", 16, 0, 0},  {"f16", 16, 0, 0},  {"f32", 32, 0, 0},
 };
 
 #if defined(__AVX512F__)
@@ -87,7 +88,7 @@ Precision precision_named(const std::string& name) {
 }
 
 Precision effective(Format format, Precision wanted) {
-  const bool integer = info(format).scale_bytes > 0;
+  const bool integer = info(format).block > 0;
   return wanted == Precision::kInt8 && !integer ? Precision::kBFloat16 : wanted;
 }
 
@@ -95,15 +96,13 @@ void pack_panel(const StoredWeight& weight, int64_t panel, uint8_t* out) {
   const FormatInfo& f = info(weight.format);
   const int64_t first = panel * kPanelRows, count = std::min(kPanelRows, weight.rows - first);
   const int64_t row_bytes = (weight.columns * f.code_bits + 7) / 8;
-  const int64_t block_columns = f.scale_bytes == 0 ? 0 : weight.format == Format::kNvfp4 ? 16 : 32;
-  const int64_t scale_size = block_columns == 16 ? 1 : 2;
-  const int64_t row_scales = block_columns == 0 ? 0 : (weight.columns + block_columns - 1) / block_columns * scale_size;
+  const int64_t row_scales = f.block == 0 ? 0 : (weight.columns + f.block - 1) / f.block * f.scale_size;
   const int64_t words = f.code_bits * 2;
   for (int64_t s = 0; s < superblocks_of(weight.columns); ++s) {
     const int64_t from = s * words * 4;
     transpose(weight.codes + first * row_bytes + from, row_bytes, count, row_bytes - from, words, out);
     out += words * kChunk;
-    if (block_columns == 0) continue;
+    if (f.block == 0) continue;
     transpose(weight.scales + first * row_scales + s * 4, row_scales, count, row_scales - s * 4, 1, out);
     out += kChunk;
   }

@@ -36,9 +36,10 @@ constexpr int kFormats = 7;
 
 struct FormatInfo {
   const char* name;
-  int code_bits;      // of one weight
-  int scale_bytes;    // of one row in a superblock; 0 without block scales
-  int64_t superblock() const { return (code_bits * 2 + (scale_bytes ? 1 : 0)) * kChunk; }
+  int code_bits;   // of one weight
+  int block;       // columns that share a scale; 0 without block scales
+  int scale_size;  // bytes of one
+  int64_t superblock() const { return (code_bits * 2 + (block ? 1 : 0)) * kChunk; }
 };
 
 const FormatInfo& info(Format format);

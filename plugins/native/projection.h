@@ -15,6 +15,8 @@ namespace nemo {
 
 class Projection {
  public:
+  static constexpr int64_t kTokenBlock = 96;  // inputs that stay in the second-level cache while panels pass
+
   // Either `panels` or `weight` has the data.
   Projection(Format format, Precision precision, Rounding rounding, int64_t rows, int64_t columns, float weight_scale,
              float input_scale)
@@ -62,7 +64,6 @@ class Projection {
   }
 
  private:
-  static constexpr int64_t kTokenBlock = 96;      // inputs that stay in the second-level cache while panels pass
   static constexpr int64_t kTaskBytes = 1 << 16;  // of weights
 
   const uint8_t* packed(int64_t panel) const {

@@ -181,12 +181,7 @@ struct SelectiveScan {
     step.x = x.floats(), step.dt = dt.floats(), step.b = b.floats(), step.c = c.floats();
     step.slots = in[9].ints(), step.past = in[10].ints();
     step.accepted = in[11].ints(), step.lengths = in[12].ints();
-    for (int64_t row = 0; row < s.batch; ++row) {
-      if (step.lengths[row] == 0) continue;
-      require(step.lengths[row] > 0 && step.lengths[row] <= s.steps, "SelectiveScan: lengths");
-      require(step.slots[row] >= 0 && step.slots[row] < s.slots, "SelectiveScan: slots");
-      require(step.accepted[row] >= 0 && step.accepted[row] <= s.ring, "SelectiveScan: accepted");
-    }
+    require_rows("SelectiveScan", {step.slots, step.lengths, step.accepted, s.batch, s.steps, s.slots, s.ring});
     if (parameters_.a.empty()) step.now = Parameters(in[4], in[5], in[6]);
     step.y = context.output(0, x.dims, 3).mutable_floats();
     step.state = context.state_output(1, state).mutable_floats();

@@ -59,6 +59,14 @@ class Waiting:
         return past, tokens, features[:count]
 
 
+def padded(pieces: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Rows ``[n, F]`` of several sequences as one array ``[rows, longest, F]``, zeros past a row's end."""
+    out = np.zeros((len(pieces), max(map(len, pieces)), pieces[0].shape[1]), np.float32)
+    for row, piece in zip(out, pieces, strict=True):
+        row[: len(piece)] = piece
+    return out
+
+
 class Speculator(Protocol):
     """Proposes drafts. It never keeps anything of a draft that was not committed.
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import Graph, Session, StepBatch
-from nemo_build.runtime.speculation.base import Committed, Waiting
+from nemo_build.runtime.speculation.base import Committed, Waiting, padded
 from nemo_build.spec_draft import DraftSpec
 
 _MOST_WAITING = 64
@@ -100,14 +100,10 @@ class BlockSpeculator:
         if not slots:
             return
         taken = [self._waiting[s].take(len(self._waiting[s].tokens)) for s in slots]
-        lengths = [len(tokens) for _, tokens, _ in taken]
-        padded = np.zeros((len(slots), max(lengths), taken[0][2].shape[1]), np.float32)
-        for row, (_, _, taps) in zip(padded, taken, strict=True):
-            row[: len(taps)] = taps
         self._context.run(
             {
-                "taps": padded,
-                "lengths": np.array(lengths, np.int64),
+                "taps": padded([taps for _, _, taps in taken]),
+                "lengths": np.array([len(tokens) for _, tokens, _ in taken], np.int64),
                 "past": np.array([past for past, _, _ in taken], np.int64),
                 "slots": np.array(slots, np.int64),
             }

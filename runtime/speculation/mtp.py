@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import Session, StepBatch
-from nemo_build.runtime.speculation.base import Committed, Waiting
+from nemo_build.runtime.speculation.base import Committed, Waiting, padded
 
 _MOST_WAITING = 256
 """Positions of a sequence that may wait to be fed; hidden states of as many are kept."""
@@ -91,10 +91,7 @@ class MtpSpeculator:
     ) -> list[tuple[int, NDArray[np.float32]]]:
         """One step: with `logits`, each row's most likely next token and the hidden state of its last one."""
         batch = StepBatch.of_rows(tokens, past=past, slots=slots, logits="last" if logits else "none")
-        padded = np.zeros((*batch.input_ids.shape, self._session.hidden_size), np.float32)
-        for row, given in zip(padded, hidden, strict=True):
-            row[: len(given)] = given
-        output = self._session.step(batch.replace(hidden_in=padded))
+        output = self._session.step(batch.replace(hidden_in=padded(hidden)))
         assert output.hidden is not None, "the session was opened to return hidden states"
         states = [output.hidden[i, len(t) - 1].copy() for i, t in enumerate(tokens)]
         return list(zip(output.logits.argmax(axis=-1).tolist(), states, strict=False))

@@ -125,9 +125,9 @@ Status* refuse(const char* why) { return new Status{why}; }
 Status* create_status(int, const char* message) { return new Status{message}; }
 void release_status(Status* status) { delete status; }
 
-// Domains belong to who creates them, here to `register_ops`, which several threads call.
+// Domains live as long as the process: the library makes them once, whoever registers its ops.
 std::vector<std::unique_ptr<CustomOpDomain>>& domains() {
-  static thread_local std::vector<std::unique_ptr<CustomOpDomain>> all;
+  static std::vector<std::unique_ptr<CustomOpDomain>> all;
   return all;
 }
 
@@ -289,7 +289,6 @@ std::map<std::string, const CustomOp*> register_ops() {
   for (const CustomOpDomain* domain : options.added) {
     for (const CustomOp* op : domain->ops) ops[domain->name + "::" + op->get_name(op)] = op;
   }
-  domains().clear();
   return ops;
 }
 
