@@ -18,7 +18,9 @@ from nemo_build.plugins import native
 from nemo_build.state import StateSpec
 
 _FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
-_STEP_INPUTS = ("input_ids", "lengths", "past", "accepted", "slots", "logit_rows")
+
+_Dimension = int | tuple[str, int]
+"""A dimension of an output: a number, or that of an input's axis."""
 
 
 class OrtGraph:
@@ -57,6 +59,7 @@ class OrtGraph:
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
         library = native.library()
+        self.isolated = library is not None  # ONNX Runtime's own scatters may copy whole buffers
         if library is not None:
             options.register_custom_ops_library(str(library))
         if weights_folder is not None:
@@ -75,7 +78,8 @@ class OrtGraph:
             s.name: shared[s.name] if s.name in shared else np.zeros(s.resolve(sizes), s.dtype)
             for s in self.states
         }
-        self._outputs = list(outputs)
+        self._outputs = self._find_shapes(outputs)
+        self._bound: dict[str, NDArray[Any]] = {}
         self._binding = self._session.io_binding()
         for spec in self.states:
             value = ort.OrtValue.ortvalue_from_numpy(self._state[spec.name])
@@ -83,15 +87,37 @@ class OrtGraph:
             self._binding.bind_ortvalue_output(spec.output, value)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
-        """Run the graph on host arrays, all inputs but the state buffers; the state advances."""
+        """Run the graph on host arrays, all inputs but the state buffers; the state advances.
+
+        An array that was an input of the last run too is not bound again, and may hold other values now.
+        """
+        binding, bound = self._binding, self._bound
         for name, array in inputs.items():
-            self._binding.bind_cpu_input(name, np.ascontiguousarray(array))
-        for name in self._outputs:
-            self._binding.bind_output(name)
-        self._session.run_with_iobinding(self._binding)
-        bound = [*(s.output for s in self.states), *self._outputs]
-        found = dict(zip(bound, self._binding.get_outputs(), strict=True))
-        return {name: found[name].numpy() for name in self._outputs}
+            array = np.ascontiguousarray(array)  # itself, if it is
+            if bound.get(name) is not array:
+                binding.bind_cpu_input(name, array)
+                bound[name] = array
+        found = {}
+        for name, shape in self._outputs.items():
+            # Ours, as asking the binding for what ONNX Runtime allocated wraps all states and copies what is large.
+            found[name] = np.empty(
+                [d if isinstance(d, int) else inputs[d[0]].shape[d[1]] for d in shape], np.float32
+            )
+            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(found[name]))
+        self._session.run_with_iobinding(binding)
+        return found
+
+    def _find_shapes(self, outputs: Sequence[str]) -> dict[str, list[_Dimension]]:
+        """The shapes of outputs, in terms of the inputs that share a symbol with them."""
+        states = {s.name for s in self.states}
+        symbols: dict[str, _Dimension] = {
+            symbol: (i.name, axis)
+            for i in self._session.get_inputs()
+            for axis, symbol in enumerate(i.shape)
+            if i.name not in states
+        }
+        shapes = {o.name: o.shape for o in self._session.get_outputs()}
+        return {n: [d if isinstance(d, int) else symbols[d] for d in shapes[n]] for n in outputs}
 
     def state(self) -> Mapping[str, NDArray[Any]]:
         """The state buffers by name, as views."""
@@ -116,7 +142,14 @@ class OrtSession(OrtGraph):
         """Run one step; see :class:`~nemo_build.engines.session.Session`."""
         sizes = {"slots": self.slots, "context": self.context, "pending": self.pending}
         check_batch(batch, **sizes, vocabulary=self._vocabulary)
-        inputs = {name: getattr(batch, name) for name in _STEP_INPUTS}
+        inputs: dict[str, NDArray[Any]] = {
+            "input_ids": batch.input_ids,
+            "lengths": batch.lengths,
+            "past": batch.past,
+            "accepted": batch.accepted,
+            "slots": batch.slots,
+            "logit_rows": batch.logit_rows,
+        }
         if batch.hidden_in is not None:
             inputs["hidden_in"] = batch.hidden_in
         found = self.run(inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add, gt
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +47,7 @@ class StepBatch:
         slots: Sequence[int],
         accepted: Sequence[int] | None = None,
         logits: str = "last",
+        hidden_in: NDArray[np.float32] | None = None,
     ) -> StepBatch:
         """Pad rows of tokens to a batch.
 
@@ -55,26 +57,30 @@ class StepBatch:
             slots: As the attribute.
             accepted: As the attribute; default zeros.
             logits: ``last`` (of every row), ``all`` valid tokens, or ``none``.
+            hidden_in: As the attribute.
         """
-        lengths = np.array([len(t) for t in tokens], np.int64)
-        width = max(int(lengths.max()), 1)
-        ids = np.zeros((len(tokens), width), np.int64)
-        for row, t in zip(ids, tokens, strict=True):
-            row[: len(t)] = t
-        starts = np.arange(len(tokens)) * width
-        if logits == "last":
-            rows = (starts + lengths - 1)[lengths > 0]
-        elif logits == "all":
-            rows = np.flatnonzero(np.arange(width) < lengths[:, None])
+        lengths = [len(t) for t in tokens]
+        width = max(*lengths, 1)
+        if min(lengths) == width:
+            ids = np.array(tokens, np.int64)
         else:
-            rows = np.empty(0, np.int64)
+            ids = np.zeros((len(tokens), width), np.int64)
+            for row, t in zip(ids, tokens, strict=True):
+                row[: len(t)] = t
+        if logits == "last":
+            rows = [i * width + n - 1 for i, n in enumerate(lengths) if n > 0]
+        elif logits == "all":
+            rows = [r for i, n in enumerate(lengths) for r in range(i * width, i * width + n)]
+        else:
+            rows = []
         return cls(
             ids,
-            lengths,
+            np.array(lengths, np.int64),
             np.array(past, np.int64),
             np.zeros(len(tokens), np.int64) if accepted is None else np.array(accepted, np.int64),
             np.array(slots, np.int64),
-            rows.astype(np.int64),
+            np.array(rows, np.int64),
+            hidden_in,
         )
 
     def replace(self, **changes: Any) -> StepBatch:
@@ -98,11 +104,22 @@ class StepOutput:
 
 
 class Graph(Protocol):
-    """An open graph with its state buffers."""
+    """An open graph with its state buffers.
+
+    Attributes:
+        slots: State slots.
+        context: Positions per slot.
+        pending: Tokens per slot that a step may leave uncommitted.
+        isolated: Whether a run leaves the state of slots that are not in it alone, so that others may read and write
+            it meanwhile.
+        hidden_size: Width of the residual stream.
+        states: The state buffers.
+    """
 
     slots: int
     context: int
     pending: int
+    isolated: bool
     hidden_size: int
     states: list[StateSpec]
 
@@ -135,20 +152,33 @@ def check_batch(batch: StepBatch, *, slots: int, context: int, pending: int, voc
     for name in ("lengths", "past", "accepted", "slots"):
         if getattr(batch, name).shape != (rows,):
             raise ValueError(f"{name} has shape {getattr(batch, name).shape}, expected ({rows},)")
-    active = batch.lengths > 0
-    used = batch.slots[active]
-    if len(np.unique(used)) != len(used):
-        raise ValueError(f"rows share a state slot: {used.tolist()}")
-    if (batch.slots < 0).any() or (batch.slots >= slots).any():
-        raise ValueError(f"slots {batch.slots.tolist()} are not all within 0..{slots - 1}")
-    if (batch.lengths < 0).any() or (batch.lengths > steps).any():
-        raise ValueError(f"lengths {batch.lengths.tolist()} are not all within 0..{steps}")
-    if (batch.past < 0).any() or (batch.past + batch.lengths > context).any():
+    # Rows are few: lists are faster than arrays.
+    lengths, past, accepted = batch.lengths.tolist(), batch.past.tolist(), batch.accepted.tolist()
+    row_slots = batch.slots.tolist()
+    used = [s for s, n in zip(row_slots, lengths, strict=True) if n > 0]
+    if len(set(used)) != len(used):
+        raise ValueError(f"rows share a state slot: {used}")
+    if min(row_slots) < 0 or max(row_slots) >= slots:
+        raise ValueError(f"slots {row_slots} are not all within 0..{slots - 1}")
+    if min(lengths) < 0 or max(lengths) > steps:
+        raise ValueError(f"lengths {lengths} are not all within 0..{steps}")
+    if min(past) < 0 or max(map(add, past, lengths)) > context:
         raise ValueError(f"a row's past is negative, or it grows past the context of {context} positions")
-    accepted = batch.accepted
-    if (accepted < 0).any() or (accepted > pending).any() or (accepted > batch.past).any():
-        raise ValueError(f"accepted {accepted.tolist()} exceeds the {pending} pending tokens or the past")
-    if (batch.input_ids < 0).any() or (batch.input_ids >= vocabulary).any():
+    if min(accepted) < 0 or max(accepted) > pending or any(map(gt, accepted, past)):
+        raise ValueError(f"accepted {accepted} exceeds the {pending} pending tokens or the past")
+    if not _all_below(batch.input_ids, vocabulary):
         raise ValueError(f"token ids are not all within 0..{vocabulary - 1}")
-    if (batch.logit_rows < 0).any() or (batch.logit_rows >= rows * steps).any():
+    if not _all_below(batch.logit_rows, rows * steps):
         raise ValueError(f"logit_rows {batch.logit_rows.tolist()} are not all within 0..{rows * steps - 1}")
+
+
+_FEW = 64
+"""Numbers up to which a list is faster than an array."""
+
+
+def _all_below(numbers: Index, end: int) -> bool:
+    """Whether all numbers are within 0..end - 1."""
+    if numbers.size > _FEW:
+        return bool(numbers.min() >= 0 and numbers.max() < end)
+    values = numbers.ravel().tolist()
+    return not values or (min(values) >= 0 and max(values) < end)

@@ -7,8 +7,11 @@ engine = Engine.load("engine")
 print(engine.generate("The list type", SamplingParams(max_tokens=50, temperature=0))[0].text)
 """
 
-from nemo_build.runtime.engine import Chunk, Completion, Engine
+from nemo_build.runtime.async_engine import AsyncEngine
+from nemo_build.runtime.engine import Engine
+from nemo_build.runtime.output import Chunk, Completion
 from nemo_build.runtime.params import SamplingParams
+from nemo_build.runtime.request import Scheduling
 from nemo_build.runtime.stopping import FinishReason
 
-__all__ = ["Chunk", "Completion", "Engine", "FinishReason", "SamplingParams"]
+__all__ = ["AsyncEngine", "Chunk", "Completion", "Engine", "FinishReason", "SamplingParams", "Scheduling"]

@@ -5,26 +5,22 @@ from __future__ import annotations
 
 import numbers
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_build.bundle import ENGINE_BUNDLE, check_files, read_manifest
-from nemo_build.engines.plan import PREFILL_CHUNK, host_memory, plan_memory
-from nemo_build.engines.session import Session
-from nemo_build.errors import BundleError, RequestError
-from nemo_build.plugins import native
-from nemo_build.runtime.batch import Acceptance, Batch, RunningSequence, Speculation
+from nemo_build.errors import RequestError
+from nemo_build.runtime.opening import Opened, Options, open_engine
+from nemo_build.runtime.output import Chunk, Completion, completion, take
 from nemo_build.runtime.params import SamplingParams
-from nemo_build.runtime.speculation.kinds import ADAPTIVE_DRAFTS, EngineFiles, speculator_kind
-from nemo_build.runtime.speculation.lengths import DraftLengthController
-from nemo_build.runtime.stopping import FinishReason
+from nemo_build.runtime.prefix_cache import PrefixCacheStatistics
+from nemo_build.runtime.request import Request, Scheduling
+from nemo_build.runtime.scheduler import TOKEN_BUDGET, SchedulerStatistics
+from nemo_build.runtime.speculation.acceptance import Acceptance
+from nemo_build.runtime.speculation.drafting import Drafting
 from nemo_build.runtime.tokenizer import Tokenizer
-from nemo_build.settings import threads as default_threads
 from nemo_build.spec import ModelSpec
-from nemo_build.state import StateSpec
 
 if TYPE_CHECKING:
     from nemo_build.runtime.chat import ChatTemplate
@@ -33,51 +29,12 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A finished generation.
-
-    Attributes:
-        text: The generated text.
-        token_ids: The generated tokens, the end token included.
-        finish_reason: Why it ended.
-        matched: The stop string, or the id of the end token, that ended it.
-        prompt_tokens: Length of the prompt.
-        seed: The seed of its random numbers, chosen by the engine if the request had none.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    matched: str | int | None
-    prompt_tokens: int
-    seed: int = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of a streamed generation.
-
-    Attributes:
-        index: Which of the prompts it belongs to.
-        text: New text, possibly empty while a character or a stop string is incomplete.
-        token_id: The token it came from.
-        finish_reason: Set on the last chunk.
-        matched: On the last chunk: the stop string, or the id of the end token, that ended it.
-    """
-
-    index: int
-    text: str
-    token_id: int
-    finish_reason: FinishReason | None = None
-    matched: str | int | None = None
-
-
 class Engine:
     """An engine bundle, ready to generate. Make one with :meth:`load`.
 
     Calls of :meth:`generate` and :meth:`stream` may overlap, from several threads too: they share the engine's
-    slots, and each gets what it would get alone.
+    slots, and each gets what it would get alone. For asyncio there is
+    :class:`~nemo_build.runtime.async_engine.AsyncEngine`.
 
     Attributes:
         directory: The bundle.
@@ -86,20 +43,15 @@ class Engine:
         session: The open target graph.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        spec: ModelSpec,
-        tokenizer: Tokenizer,
-        session: Session,
-        speculation: Speculation | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, opened: Opened) -> None:
         self.directory = directory
-        self.spec = spec
-        self.tokenizer = tokenizer
-        self.session = session
-        self._batch = Batch(session, speculation)
+        self.spec = ModelSpec.from_json(opened.manifest["spec"])
+        self.tokenizer = Tokenizer.load(directory)
+        self.session = opened.session
+        self._scheduler = opened.scheduler
+        self._cache = opened.cache
         self._lock = threading.Lock()
+        self._listeners: list[Callable[[], None]] = []
 
     @classmethod
     def load(
@@ -111,6 +63,10 @@ class Engine:
         threads: int | None = None,
         speculate: str = "none",
         draft_length: int | None = None,
+        drafting: Drafting = "coupled",
+        prefix_cache: int = 0,
+        token_budget: int = TOKEN_BUDGET,
+        memory: int | None = None,
     ) -> Engine:
         """Open an engine bundle.
 
@@ -119,53 +75,48 @@ class Engine:
             max_sequences: Sequences at a time; default and limit are what the engine was built for.
             max_context: Positions per sequence; likewise.
             threads: CPU threads; default: ``NEMO_BUILD_THREADS``, or all CPUs of the process.
-            speculate: A name of :data:`~nemo_build.runtime.speculation.kinds.SPECULATORS`, or ``none``. What is
-                generated is the same.
+            speculate: A name of :data:`~nemo_build.runtime.speculation.kinds.SPECULATORS`, ``auto`` for the first of
+                them that the engine has the graphs for, or ``none``. What is generated is the same.
             draft_length: Drafts of a sequence in a step; default: as many as pay, by what steps cost and how many
                 drafts are accepted.
+            drafting: How drafts of sampled requests are chosen and verified: ``coupled`` (a seed gives the text that
+                it gives without speculation), or rejection sampling by ``token`` or by ``block`` (the same
+                distribution of texts); see :mod:`~nemo_build.runtime.speculation.drafting`.
+            prefix_cache: Bytes for what common beginnings of prompts lead to; 0: each prompt is computed.
+            token_budget: Positions of a step: the fewer, the less a long prompt holds up those who read along.
+            memory: Bytes the engine may use; default: those of the machine, or of its control group. If not all
+                sequences can have a full context, as many run as there is memory for what they hold.
 
         Raises:
             BundleError: It is not an engine, or it is damaged or of another version.
-            PlanError: It does not fit this machine's memory.
+            PlanError: Not even one sequence fits the memory.
             RequestError: A size is out of range, or the engine does not have what the speculator needs.
         """
-        if threads is not None and threads < 1:
-            raise RequestError(f"threads is {threads}; it must be at least 1.")
-        directory = Path(directory)
-        manifest = read_manifest(directory, ENGINE_BUNDLE)
-        _check_engine(directory, manifest)
-        slots, context = _sizes(manifest["options"], max_sequences, max_context)
-        spec = ModelSpec.from_json(manifest["spec"])
-        tokenizer = Tokenizer.load(directory)
-        kind = speculator_kind(speculate, draft_length, manifest["graphs"])
-        most = ADAPTIVE_DRAFTS if draft_length is None else draft_length
-        pending = most + 1 if kind else 0
-        graphs = ["target", *(kind.graphs if kind else ())]
-        states = {s["name"]: s for name in graphs for s in manifest["graphs"][name]["state"]}
-        plan_memory(
-            spec,
-            [StateSpec.from_json(s) for s in states.values()],
-            slots=slots,
-            context=context,
-            weights_file=manifest["plan"]["weights_file"],
-            weights_memory=manifest["plan"]["weights_memory"],
-            native=native.library() is not None,
-            pending=pending,
-        ).require(host_memory(), "this machine")
-        threads = default_threads() if threads is None else threads
-        files = EngineFiles(directory, manifest, {"slots": slots, "context": context, "threads": threads})
-        if kind is None:
-            return cls(directory, spec, tokenizer, files.session("target"))
-        features = {kind.features: True} if kind.features else {}
-        session = files.session("target", pending=pending, **features)
-        speculator = kind.open(files)
-        controller = DraftLengthController(most) if draft_length is None else None
-        return cls(directory, spec, tokenizer, session, Speculation(speculator, most, controller))
+        options = Options(
+            max_sequences,
+            max_context,
+            threads,
+            speculate,
+            draft_length,
+            drafting,
+            prefix_cache,
+            token_budget,
+            memory,
+        )
+        return cls(Path(directory), open_engine(Path(directory), options))
 
     @property
     def acceptance(self) -> Acceptance:
         """What came of drafts so far."""
-        return self._batch.acceptance
+        return self._scheduler.acceptance
+
+    def statistics(self) -> SchedulerStatistics:
+        """What the scheduler does at the moment, and has done."""
+        return self._scheduler.statistics()
+
+    def cache_statistics(self) -> PrefixCacheStatistics:
+        """What the prefix cache holds, and how much it saved; all zero without one."""
+        return PrefixCacheStatistics() if self._cache is None else self._cache.statistics()
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -210,7 +161,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        prefill_chunk: int = PREFILL_CHUNK,
+        scheduling: Scheduling | None = None,
         skip_special_tokens: bool = True,
     ) -> list[Completion]:
         """Complete prompts, as many at a time as the engine has slots.
@@ -218,7 +169,7 @@ class Engine:
         Args:
             prompts: One prompt or several; texts or token ids.
             params: For all, or one for each; default :attr:`default_params`.
-            prefill_chunk: Most prompt tokens of a sequence in one step.
+            scheduling: Priority, timeout and the like, for all.
             skip_special_tokens: Leave control tokens out of the text.
 
         Returns:
@@ -228,67 +179,33 @@ class Engine:
             RequestError: A prompt is empty or too long, or token ids are out of range; all are named.
             BundleError: The engine computes logits that are not finite.
         """
-        sequences = self._sequences(prompts, params, prefill_chunk, skip_special_tokens)
-        texts: list[list[str]] = [[] for _ in sequences]
-        ends: dict[int, Chunk] = {}
-        for chunk in self._run(sequences):
-            texts[chunk.index].append(chunk.text)
-            if chunk.finish_reason is not None:
-                ends[chunk.index] = chunk
-        return [
-            Completion(
-                "".join(texts[i]),
-                tuple(s.output),
-                ends[i].finish_reason or FinishReason.CANCELLED,
-                ends[i].matched,
-                s.prompt_tokens,
-                s.seed,
-            )
-            for i, s in enumerate(sequences)
-        ]
+        requests = self.requests(prompts, params, scheduling, skip_special_tokens)
+        chunks: list[list[Chunk]] = [[] for _ in requests]
+        for chunk in self._run(requests):
+            chunks[chunk.index].append(chunk)
+        return [completion(r, c) for r, c in zip(requests, chunks, strict=True)]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        prefill_chunk: int = PREFILL_CHUNK,
+        scheduling: Scheduling | None = None,
         skip_special_tokens: bool = True,
     ) -> Iterator[Chunk]:
         """Like :meth:`generate`, but yields every token as it comes. Closing the iterator cancels."""
-        return self._run(self._sequences(prompts, params, prefill_chunk, skip_special_tokens))
+        return self._run(self.requests(prompts, params, scheduling, skip_special_tokens))
 
-    def _run(self, sequences: Sequence[RunningSequence]) -> Iterator[Chunk]:
-        """Step the shared batch until these sequences have ended; other callers' tokens wait in theirs."""
-        with self._lock:
-            for sequence in sequences:
-                self._batch.add(sequence)
-        try:
-            while True:
-                for i, sequence in enumerate(sequences):
-                    while sequence.events:
-                        token, text = sequence.events.popleft()
-                        yield Chunk(i, text.emit, token, text.finish_reason, text.matched)
-                    if sequence.error is not None:
-                        hint = "Check the engine with `nemo-build inspect --verify`, or build it again."
-                        raise BundleError(f"The engine fails: {sequence.error}", hint=hint)
-                if all(s.finished and not s.events for s in sequences):
-                    return
-                with self._lock:
-                    if not any(s.events for s in sequences) and self._batch.unfinished:
-                        self._batch.step()
-        finally:
-            with self._lock:
-                for sequence in sequences:
-                    self._batch.cancel(sequence)
+    # --- for fronts ------------------------------------------------------------------------------------------
 
-    def _sequences(
+    def requests(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        prefill_chunk: int,
-        skip_special_tokens: bool,
-    ) -> list[RunningSequence]:
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        scheduling: Scheduling | None = None,
+        skip_special_tokens: bool = True,
+    ) -> list[Request]:
+        """Checked requests for :meth:`add`; arguments and errors are those of :meth:`generate`."""
         token_lists = [self._tokens(p) for p in _as_list(prompts)]
         if params is None:
             params = self.default_params
@@ -299,17 +216,73 @@ class Engine:
         for p in each:
             p.check_vocabulary(self.spec.vocab_size)
         return [
-            RunningSequence(
+            Request(
                 tokens,
                 p,
                 eos_ids=self.eos_ids,
                 table=self.tokenizer,
                 context=self.session.context,
-                prefill_chunk=prefill_chunk,
+                scheduling=scheduling,
                 skip_special_tokens=skip_special_tokens,
             )
             for tokens, p in zip(token_lists, each, strict=True)
         ]
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests; whoever wants their tokens calls :meth:`step`. Never waits for a step."""
+        for request in requests:
+            self._scheduler.add(request)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """End requests, if they have not ended, before the next step. Never waits for a step."""
+        for request in requests:
+            if not request.finished:
+                self._scheduler.cancel(request)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a request waits, runs, or is to be cancelled."""
+        return self._scheduler.unfinished
+
+    def step(self, unless: Callable[[], bool] = bool) -> None:
+        """Run one step of the scheduler, if there is anything to do; what comes of it is in the requests' events.
+
+        One thread does at a time; the others wait for it.
+
+        Args:
+            unless: Asked when it is this thread's turn: whether it needs no step any more.
+        """
+        try:
+            with self._lock:
+                if unless() or not self._scheduler.unfinished:
+                    return
+                self._scheduler.step()
+        finally:
+            for notify in self._listeners:
+                notify()
+
+    def listen(self, notify: Callable[[], None]) -> None:
+        """Have something called after each step, in the thread that made it. It must not wait."""
+        self._listeners.append(notify)
+
+    def unlisten(self, notify: Callable[[], None]) -> None:
+        """The inverse of :meth:`listen`."""
+        self._listeners.remove(notify)
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Step the scheduler until these requests have ended."""
+        self.add(requests)
+        try:
+            while True:
+                for i, request in enumerate(requests):
+                    yield from take(request, i)
+                if all(r.finished and not r.events for r in requests):
+                    return
+                self.step(unless=lambda: any(r.events or r.error for r in requests))
+        finally:
+            self.cancel(requests)
+            with self._lock:
+                self._scheduler.reap()
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -338,29 +311,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _sizes(options: Mapping[str, int], sequences: int | None, context: int | None) -> tuple[int, int]:
-    sequences = options["max_sequences"] if sequences is None else sequences
-    context = options["max_context"] if context is None else context
-    problems = []
-    for name, value in (("max_sequences", sequences), ("max_context", context)):
-        if not 1 <= value <= options[name]:
-            problems.append(f"{name} is {value}; the engine was built for 1 to {options[name]}")
-    if problems:
-        raise RequestError("The engine cannot be loaded as asked:", problems)
-    return sequences, context
-
-
-def _check_engine(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Graphs and text files by digest, the weights by size (``inspect --verify`` reads them whole)."""
-    check_files(directory, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
-    problems = []
-    for name in manifest["weights"]["files"]:
-        size, path = manifest["sizes"][name], directory / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            has = "but is missing" if found is None else f"but has {found}"
-            problems.append(f"{path} should have {size} bytes, {has}")
-    if problems:
-        raise BundleError("The engine's weights are damaged:", problems, "Build the engine again.")

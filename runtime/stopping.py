@@ -22,6 +22,8 @@ class FinishReason(StrEnum):
     """``max_tokens`` were generated."""
     CANCELLED = "cancelled"
     """The client gave up."""
+    TIMEOUT = "timeout"
+    """The request's time was over."""
 
 
 class _Matcher:
@@ -85,6 +87,8 @@ class StopChecker:
         """
         if self.matched is not None:
             return "", True
+        if not self._matchers:
+            return text, False
         seen = self._held + text
         self._held = ""
         for end, char in enumerate(text, len(seen) - len(text) + 1):
@@ -170,15 +174,18 @@ class StopState:
             self.finish_reason = FinishReason.STOP
         return StepText(emit, self.finish_reason, self._checker.matched)
 
-    def cancel(self) -> StepText:
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> StepText:
         """End the request from outside; the text held back so far is shown.
+
+        Args:
+            reason: Why.
 
         Raises:
             RuntimeError: The request has ended.
         """
         if self.finish_reason is not None:
             raise RuntimeError(f"cancelled after the end ({self.finish_reason})")
-        return self._end("", FinishReason.CANCELLED, None)
+        return self._end("", reason, None)
 
     def _end(self, text: str, reason: FinishReason, matched: int | None) -> StepText:
         """Flush detokenizer and checker; a stop string completed by the last text still cuts it."""

@@ -10,17 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.demo import CHECKPOINT
 from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.export.exporter import export_bundle
-from nemo_build.runtime import Engine, SamplingParams
-from nemo_build.runtime.speculation.base import Committed
-from nemo_build.runtime.speculation.kinds import SPECULATORS, EngineFiles
+from nemo_build.runtime import Engine, SamplingParams, Scheduling
+from nemo_build.runtime.speculation.base import Committed, DraftRequest
+from nemo_build.runtime.speculation.drafting import greedy
 from nemo_build.spec_draft import DraftSpec
 
+from .draft_engine import open_drafter
 from .draft_reference import CONFIGS, DraftReference, save_draft
-from .tiny import reference_model, save_checkpoint
 
 DEMO = {
     "hidden_size": 192,
@@ -41,42 +40,29 @@ def for_demo(config: dict) -> dict:
     return changed | ({"dflash_config": {k: DEMO.get(k, v) for k, v in inner.items()}} if inner else {})
 
 
-def kind_of(name: str) -> str:
-    return "dflash" if "DFlash" in CONFIGS[name]["architectures"][0] else "dspark"
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def opened(request, tmp_path_factory):
     """A reference, and the speculator of an engine with that drafter; float32 throughout."""
-    directory = tmp_path_factory.mktemp("draft")
-    model = reference_model(hybrid_override_pattern="MEM*E*")
-    save_checkpoint(model, directory / "checkpoint")
-    tables = model.model.embeddings.weight.detach(), model.lm_head.weight.detach()
-    reference = DraftReference(CONFIGS[request.param], *tables)
-    save_draft(reference, directory / "draft")
-    bundle = export_bundle(directory / "checkpoint", directory / "bundle", drafts=[directory / "draft"]).out
-    engine = build_engine(bundle, directory / "engine", options=BuildOptions(3, 64)).out
-    files = EngineFiles(
-        engine, read_manifest(engine, ENGINE_BUNDLE), {"slots": 3, "context": 64, "threads": 1}
-    )
-    return reference, SPECULATORS[kind_of(request.param)].open(files)
+    return open_drafter(request.param, tmp_path_factory.mktemp("draft"), slots=3, context=64)
 
 
 def expected(
     reference: DraftReference, spec: DraftSpec, taps: np.ndarray, anchor: int, count: int
-) -> list[int]:
-    """Greedy drafts of the reference."""
+) -> tuple[list[int], list[float]]:
+    """Greedy drafts of the reference, and how confident it is."""
     from_anchor = spec.sample_from_anchor
     masks = [spec.mask_token_id] * (count - from_anchor)
     logits, hidden = reference.block(torch.from_numpy(taps), torch.tensor([anchor, *masks]))
     drafts: list[int] = []
+    confidence: list[float] = []
     for i in range(count):
         row = logits[i + (not from_anchor)][None]
         if spec.markov_rank:
             previous = torch.tensor([drafts[-1] if drafts else anchor])
-            row, _ = reference.markov(previous, row, hidden[i + (not from_anchor)][None])
+            row, likely = reference.markov(previous, row, hidden[i + (not from_anchor)][None])
+            confidence += [] if likely is None else [float(likely)]
         drafts.append(int(row.argmax()))
-    return drafts
+    return drafts, confidence
 
 
 def test_proposals_are_those_of_the_reference(opened):
@@ -85,6 +71,8 @@ def test_proposals_are_those_of_the_reference(opened):
     rng = np.random.default_rng(0)
     width = len(reference.taps) * 48
     taps = {slot: np.empty((0, width), np.float32) for slot in range(3)}
+    for slot in taps:
+        speculator.start(slot, (), {})
     for length in (1, 3, 2, 1, 4):
         rows, newest = [], {}
         for slot in taps:
@@ -95,11 +83,16 @@ def test_proposals_are_those_of_the_reference(opened):
             taps[slot] = np.concatenate([taps[slot], features])
             newest[slot] = tokens[-1]
         speculator.observe(rows)
-        slots = [2, 0] if length % 2 else [0, 1, 2]
-        for slot, draft in zip(slots, speculator.propose(slots, [length] * len(slots)), strict=True):
+        requests = [DraftRequest(slot, length, greedy) for slot in ([2, 0] if length % 2 else [0, 1, 2])]
+        for request, proposal in zip(requests, speculator.propose(requests), strict=True):
             spec = speculator._spec
             count = min(length, spec.max_drafted or length)
-            assert draft == expected(reference, spec, taps[slot], newest[slot], count)
+            want, confidence = expected(reference, spec, taps[request.slot], newest[request.slot], count)
+            assert proposal.tokens == want
+            if spec.confidence:
+                np.testing.assert_allclose(proposal.confidence, confidence, atol=1e-5)
+            else:
+                assert proposal.confidence is None
 
 
 @pytest.fixture(scope="module")
@@ -127,5 +120,5 @@ def test_bad_drafts_change_nothing(demo_with_drafters, name):
         want = plain.generate(prompts, params)
         for length in (1, 4, None):
             engine = Engine.load(demo_with_drafters, speculate=name, draft_length=length)
-            assert engine.generate(prompts, params, prefill_chunk=37) == want
+            assert engine.generate(prompts, params, scheduling=Scheduling(prefill_chunk=37)) == want
             assert length is None or engine.acceptance.steps > 0

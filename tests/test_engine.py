@@ -13,10 +13,13 @@ import pytest
 import torch
 from transformers import NemotronHForCausalLM
 
+from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.demo import CHECKPOINT
 from nemo_build.engines.ort import OrtSession
 from nemo_build.errors import BundleError, RequestError
-from nemo_build.runtime import Engine, FinishReason, SamplingParams
+from nemo_build.runtime import Engine, FinishReason, SamplingParams, Scheduling
+from nemo_build.runtime.opening import Opened
+from nemo_build.runtime.scheduler import Scheduler
 from nemo_build.runtime.tokenizer import Tokenizer
 
 from .tiny import feed, fix_time_step_clamp, reference_logits
@@ -69,7 +72,7 @@ def test_a_batch_changes_nothing(engine, temperature):
 @pytest.mark.parametrize("chunk", [1, 3, 64, 1000])
 def test_chunking_of_the_prompt_changes_nothing(engine, chunk):
     want = engine.generate(PROMPTS[3], GREEDY)
-    assert engine.generate(PROMPTS[3], GREEDY, prefill_chunk=chunk) == want
+    assert engine.generate(PROMPTS[3], GREEDY, scheduling=Scheduling(prefill_chunk=chunk)) == want
 
 
 def test_stream_is_generate_in_pieces(engine):
@@ -139,7 +142,8 @@ def test_broken_logits_end_only_their_sequence(engine):
 def test_pending_tokens_change_nothing(demo_engine_directory, engine):
     """A session that leaves tokens uncommitted, as speculation needs, generates the same."""
     session = OrtSession(demo_engine_directory / "target.onnx", slots=2, context=512, pending=5)
-    pending = Engine(engine.directory, engine.spec, engine.tokenizer, session)
+    manifest = read_manifest(demo_engine_directory, ENGINE_BUNDLE)
+    pending = Engine(engine.directory, Opened(manifest, session, Scheduler(session), None))
     assert pending.generate(PROMPTS, GREEDY) == engine.generate(PROMPTS, GREEDY)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from nemo_build.errors import RequestError
-from nemo_build.runtime import Engine, SamplingParams
-from nemo_build.runtime.batch import Acceptance
+from nemo_build.runtime import Engine, SamplingParams, Scheduling
+from nemo_build.runtime.speculation.acceptance import Acceptance
 from nemo_build.runtime.speculation.kinds import MOST_DRAFTS, speculator_kind
 
 TEXT = Path(__file__).read_text()
@@ -40,7 +40,7 @@ def test_greedy_text_is_that_of_plain_decoding(demo_engine_directory, plain, nam
     engine = Engine.load(demo_engine_directory, speculate=name, draft_length=drafts)
     want = plain.generate(prompts, GREEDY)
     for chunk in (int(rng.integers(1, 40)), 256):
-        assert engine.generate(prompts, GREEDY, prefill_chunk=chunk) == want
+        assert engine.generate(prompts, GREEDY, scheduling=Scheduling(prefill_chunk=chunk)) == want
     assert drafts is None or engine.acceptance.steps > 0
 
 
@@ -92,7 +92,8 @@ def test_streams_that_come_and_go(demo_engine_directory, plain, rounds):
         prompts = prompts_of(rng, int(rng.integers(2, 9)))
         want = plain.generate(prompts, GREEDY)
         streams = {
-            i: engine.stream(p, GREEDY, prefill_chunk=int(rng.integers(1, 99))) for i, p in enumerate(prompts)
+            i: engine.stream(p, GREEDY, scheduling=Scheduling(prefill_chunk=int(rng.integers(1, 99))))
+            for i, p in enumerate(prompts)
         }
         leaves = {i for i in streams if rng.random() < 0.3}
         texts = dict.fromkeys(streams, "")
@@ -107,7 +108,7 @@ def test_streams_that_come_and_go(demo_engine_directory, plain, rounds):
             if i in leaves and rng.random() < 0.2:
                 streams.pop(i).close()
                 assert want[i].text.startswith(texts[i])
-    assert len(engine._batch._free) == engine.session.slots
+    assert engine.statistics().free_slots == engine.session.slots
 
 
 def test_mtp_is_worth_it(demo_engine_directory):

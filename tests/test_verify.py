@@ -6,7 +6,6 @@ Each check is also shown to reject verifiers that are wrong in the ways verifier
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from nemo_build.runtime.sampling import draw, target_distribution, uniform
 from nemo_build.runtime.speculation import verify as module
 from nemo_build.runtime.speculation.verify import draft_uniform, verify
 
-from .toy_target import PROMPT, Tokens, distribution, drafter, ends, step
+from .toy_target import PROMPT, Tokens, chi_square_rejects, distribution, drafter, ends, step
 
 # --- every path, exactly -----------------------------------------------------------------------------------
 
@@ -169,25 +168,6 @@ def test_accepted_drafts_as_published() -> None:
 
 
 # --- samples -----------------------------------------------------------------------------------------------
-
-
-def chi_square_rejects(counts: dict[Tokens, int], probs: dict[Tokens, float]) -> bool:
-    """Pearson's test at about one in a million (Wilson-Hilferty approximation of the critical value).
-
-    Outcomes expected fewer than five times are counted together.
-    """
-    if any(probs.get(t, 0.0) == 0 for t in counts):
-        return True
-    total = sum(counts.values())
-    cells: dict[Tokens, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for tokens, p in probs.items():
-        cell = cells[tokens if p * total >= 5 else ()]
-        cell[0] += counts.get(tokens, 0)
-        cell[1] += p * total
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells.values())
-    degrees = len(cells) - 1
-    spread = 2 / (9 * degrees)
-    return statistic > degrees * (1 - spread + 4.75 * math.sqrt(spread)) ** 3
 
 
 def speculate(seed: int, length: int, k: int, params: SamplingParams, width: int, how: str) -> Tokens:

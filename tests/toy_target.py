@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target and a drafter that are tables: any function of the tokens so far."""
+"""A target and a drafter that are tables: any function of the tokens so far; a test of their samples."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -74,3 +76,22 @@ def step(
     assert verdict.tokens[: verdict.accepted] == draft[: verdict.accepted]
     assert verdict.ended == ends(tokens + verdict.tokens, params)
     return verdict
+
+
+def chi_square_rejects(counts: dict[Tokens, int], probs: dict[Tokens, float]) -> bool:
+    """Pearson's test at about one in a million (Wilson-Hilferty approximation of the critical value).
+
+    Outcomes expected fewer than five times are counted together.
+    """
+    if any(probs.get(t, 0.0) == 0 for t in counts):
+        return True
+    total = sum(counts.values())
+    cells: dict[Tokens, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for tokens, p in probs.items():
+        cell = cells[tokens if p * total >= 5 else ()]
+        cell[0] += counts.get(tokens, 0)
+        cell[1] += p * total
+    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells.values())
+    degrees = len(cells) - 1
+    spread = 2 / (9 * degrees)
+    return statistic > degrees * (1 - spread + 4.75 * math.sqrt(spread)) ** 3

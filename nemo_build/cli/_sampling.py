@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from nemo_build.runtime.batch import Acceptance
+    from nemo_build.runtime.speculation.acceptance import Acceptance
     from nemo_build.runtime.params import SamplingParams
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

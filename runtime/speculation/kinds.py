@@ -11,14 +11,14 @@ from typing import Any
 
 from nemo_build.engines.backends import open_graph, open_session
 from nemo_build.errors import RequestError
-from nemo_build.runtime.speculation.base import Speculator
+from nemo_build.runtime.speculation.base import MOST_PENDING, Speculator
 from nemo_build.runtime.speculation.block import BlockSpeculator
 from nemo_build.runtime.speculation.lookup import LookupSpeculator
 from nemo_build.runtime.speculation.mtp import MtpSpeculator
 from nemo_build.spec_draft import DraftSpec
 
-MOST_DRAFTS = 15
-"""Drafts of a sequence in a step at most; the pending ring is sized by it."""
+MOST_DRAFTS = MOST_PENDING - 1
+"""Drafts of a sequence in a step at most; they and the token before them are pending after it."""
 
 ADAPTIVE_DRAFTS = 7
 """The same where the length is chosen from step to step."""
@@ -68,7 +68,8 @@ def _open_block(kind: str, files: EngineFiles) -> Speculator:
     spec = DraftSpec.from_json(files.manifest["drafters"][kind]["spec"])
     context = files.graph(f"{kind}_context")
     block = files.session(kind, state=context.state(), hidden=spec.confidence)
-    markov = files.graph(f"{kind}_markov", outputs=["logits"]) if spec.markov_rank else None
+    outputs = ["logits", *["confidence"] * spec.confidence]
+    markov = files.graph(f"{kind}_markov", outputs=outputs) if spec.markov_rank else None
     return BlockSpeculator(spec, context, block, markov)
 
 

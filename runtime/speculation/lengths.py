@@ -256,6 +256,22 @@ class DraftLengthController:
             return self._probe(rows)
         return self.length
 
+    @property
+    def probing(self) -> bool:
+        """Whether the length that :meth:`choose` gave last is one to be tried out."""
+        return self._probing is not None
+
+    def price(self, rows: int) -> float:
+        """Tokens that a draft must bring to be worth verifying: what it costs the step, in tokens of that time.
+
+        Args:
+            rows: Rows of the step, >= 1.
+        """
+        rows, drafts = CostTable.bucket(rows), max(self.length, 1)
+        cost = self._target.estimate(rows, drafts + 1)
+        growth = max(cost - self._target.estimate(rows, 1), 0.0) / drafts
+        return float(self.acceptance.tokens()[drafts]) * growth / cost if cost else 0.0
+
     def observe(self, results: Sequence[tuple[int, int]], seconds: float, draft_seconds: float = 0.0) -> None:
         """Learn from the step that :meth:`choose` was asked for.
 

@@ -9,20 +9,22 @@ overwritten when the positions are committed, because it writes by position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_build.engines.session import Session, StepBatch
-from nemo_build.runtime.speculation.base import Committed, Waiting, padded
+from nemo_build.engines.session import Session, StepBatch, StepOutput
+from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal, Waiting, padded
+from nemo_build.state import StateSpec
 
 _MOST_WAITING = 256
 """Positions of a sequence that may wait to be fed; hidden states of as many are kept."""
 
 
 class MtpSpeculator:
-    """Greedy drafts of the MTP module.
+    """Drafts of the MTP module; it implements :class:`~nemo_build.runtime.speculation.base.Speculator`.
 
     Args:
         session: The open ``mtp`` graph, with as many slots and positions as the target's session.
@@ -32,66 +34,111 @@ class MtpSpeculator:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.states: Sequence[StateSpec] = session.states
+        self.lookahead: Mapping[str, int] = {s.name: 1 for s in session.states}
         self._waiting: dict[int, Waiting] = {}
+        self._ones = np.ones(session.slots, np.int64)
+        self._zeros = np.zeros(session.slots, np.int64)
+        self._range = np.arange(session.slots)
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """The module's cache by buffer."""
+        return self._session.state()
+
+    def start(self, slot: int, tokens: Sequence[int], extra: Mapping[str, NDArray[Any]]) -> None:
+        """Begin a sequence. Behind n tokens the cache has n - 1 rows: the last waits for the token after it."""
+        if not tokens:
+            self._waiting[slot] = Waiting(0)
+            return
+        hidden = extra.get("hidden")
+        if (
+            hidden is None
+        ):  # a prefix that nobody saved at its end; one row that is wrong costs acceptance, no more
+            hidden = np.zeros(self._session.hidden_size, np.float32)
+        self._waiting[slot] = Waiting(len(tokens) - 1, hidden[None])
 
     def observe(self, rows: Sequence[Committed]) -> None:
-        """Keep the committed positions; see :class:`~nemo_build.runtime.speculation.base.Speculator`."""
+        """Keep the committed positions."""
         long = []
         for row in rows:
-            if row.past == 0:
-                self._waiting[row.slot] = Waiting(0)
             waiting = self._waiting[row.slot]
-            waiting.add(row)
-            if len(waiting.tokens) > _MOST_WAITING:
-                long.append(row.slot)
+            if row.past + len(row.tokens) - 1 - waiting.taken > _MOST_WAITING:
+                long.append(row)
+            else:
+                waiting.add(row)
         if long:  # all but the last position, from which the next draft starts
-            self._feed(long, [len(self._waiting[s].tokens) - 1 for s in long], logits=False)
+            taken = [self._waiting[row.slot].drain(row, keep=1) for row in long]
+            self._feed([row.slot for row in long], taken, logits="none")
 
-    def propose(self, slots: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Drafts; see :class:`~nemo_build.runtime.speculation.base.Speculator`."""
-        drafts: list[list[int]] = [[] for _ in slots]
-        rows = [i for i, n in enumerate(lengths) if n > 0]
-        if not rows:
-            return drafts
-        counts = [len(self._waiting[slots[i]].tokens) for i in rows]
-        found = self._feed([slots[i] for i in rows], counts, logits=True)
-        past = {i: self._waiting[slots[i]].past for i in rows}
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Drafts by request; each is chosen before the module takes it to predict the next."""
+        if not requests:
+            return []
+        waiting = [self._waiting[r.slot] for r in requests]
+        for w in waiting:
+            w.taken = min(w.taken, w.end - 1)  # also where nothing was committed since the last time
+        slots, ends = [r.slot for r in requests], [w.end for w in waiting]
+        lengths = [min(r.length, self._session.context - n + 1) for r, n in zip(requests, ends, strict=True)]
+        output, hidden = self._feed(slots, [w.take(w.end) for w in waiting], logits="last")
+        drafts: list[list[int]] = [[] for _ in requests]
+        chains = list(range(len(requests)))  # those that go on
+        step = self._chain(slots, ends)
         while True:
-            hidden = {}
-            for i, (token, state) in zip(rows, found, strict=True):
-                drafts[i].append(token)
-                hidden[i] = state
-            rows = [i for i in rows if lengths[i] > len(drafts[i])]
+            for i, logits in zip(chains, output.logits, strict=True):
+                drafts[i].append(requests[i].choose(logits))
+            rows = [row for row, i in enumerate(chains) if len(drafts[i]) < lengths[i]]
             if not rows:
-                return drafts
-            found = self._step(
-                [[drafts[i][-1]] for i in rows],
-                [past[i] + len(drafts[i]) - 1 for i in rows],
-                [slots[i] for i in rows],
-                [hidden[i][None] for i in rows],
-                logits=True,
-            )
+                return [Proposal(d) for d in drafts]
+            if len(rows) < len(chains):
+                chains, hidden = [chains[row] for row in rows], hidden[rows]
+                step = self._chain([slots[i] for i in chains], step.past[rows])
+            step.input_ids[:, 0] = [drafts[i][-1] for i in chains]
+            output = self._session.step(step.replace(hidden_in=hidden))
+            assert output.hidden is not None, "the session was opened to return hidden states"
+            hidden = output.hidden
+            step.past[:] += 1
+
+    def save(self, slot: int, committed: int) -> Mapping[str, NDArray[Any]]:
+        """Feed the rows of all but the last committed token, and return the target's hidden state at that."""
+        if committed == 0:
+            return {}
+        waiting = self._waiting[slot]
+        hidden = waiting.at(committed - 1)
+        if waiting.taken < committed - 1:
+            self._feed([slot], [waiting.take(committed - 1)], logits="none")
+        return {"hidden": hidden}
+
+    def release(self, slot: int) -> None:
+        """Forget the sequence."""
+        self._waiting.pop(slot, None)
+
+    def _chain(self, slots: Sequence[int], past: Sequence[int] | NDArray[np.int64]) -> StepBatch:
+        """A step of one token a row; its tokens and hidden states are still to be filled in.
+
+        All steps of a chain are this one with other numbers, written in place: what does not change is bound once.
+        """
+        count = len(slots)
+        return StepBatch(
+            input_ids=np.zeros((count, 1), np.int64),
+            lengths=self._ones[:count],
+            past=np.array(past, np.int64),
+            accepted=self._zeros[:count],
+            slots=np.array(slots, np.int64),
+            logit_rows=self._range[:count],
+        )
 
     def _feed(
-        self, slots: Sequence[int], counts: Sequence[int], *, logits: bool
-    ) -> list[tuple[int, NDArray[np.float32]]]:
-        """Feed the module positions that wait."""
-        taken = [self._waiting[s].take(n) for s, n in zip(slots, counts, strict=True)]
-        past, tokens, hidden = zip(*taken, strict=True)
-        return self._step(tokens, past, slots, hidden, logits=logits)
-
-    def _step(
         self,
-        tokens: Sequence[Sequence[int]],
-        past: Sequence[int],
         slots: Sequence[int],
-        hidden: Sequence[NDArray[np.float32]],
+        taken: Sequence[tuple[int, list[int], NDArray[np.float32]]],
         *,
-        logits: bool,
-    ) -> list[tuple[int, NDArray[np.float32]]]:
-        """One step: with `logits`, each row's most likely next token and the hidden state of its last one."""
-        batch = StepBatch.of_rows(tokens, past=past, slots=slots, logits="last" if logits else "none")
-        output = self._session.step(batch.replace(hidden_in=padded(hidden)))
+        logits: str,
+    ) -> tuple[StepOutput, NDArray[np.float32]]:
+        """Feed positions that waited; also the hidden state ``[rows, 1, H]`` of each row's last one."""
+        past, tokens, hidden = zip(*taken, strict=True)
+        batch = StepBatch.of_rows(tokens, past=past, slots=slots, logits=logits, hidden_in=padded(hidden))
+        output = self._session.step(batch)
         assert output.hidden is not None, "the session was opened to return hidden states"
-        states = [output.hidden[i, len(t) - 1].copy() for i, t in enumerate(tokens)]
-        return list(zip(output.logits.argmax(axis=-1).tolist(), states, strict=False))
+        if batch.input_ids.shape[1] == 1:
+            return output, output.hidden
+        return output, output.hidden[self._range[: len(taken)], batch.lengths - 1][:, None]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an engine bundle to open graphs and a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_build.bundle import ENGINE_BUNDLE, check_files, read_manifest
+from nemo_build.engines.plan import host_memory, plan_memory
+from nemo_build.engines.session import Session
+from nemo_build.errors import BundleError, PlanError, RequestError
+from nemo_build.plugins import native
+from nemo_build.runtime.memory import SlotMemory
+from nemo_build.runtime.prefix_cache import PrefixCache
+from nemo_build.runtime.scheduler import TOKEN_BUDGET, Scheduler
+from nemo_build.runtime.speculation.drafting import Drafting
+from nemo_build.runtime.speculation.kinds import (
+    ADAPTIVE_DRAFTS,
+    EngineFiles,
+    SpeculatorKind,
+    speculator_kind,
+)
+from nemo_build.runtime.speculation.lengths import DraftLengthController
+from nemo_build.runtime.speculation.rounds import Speculation
+from nemo_build.settings import threads as default_threads
+from nemo_build.spec import ModelSpec
+from nemo_build.state import StateSpec
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to open an engine; see :meth:`nemo_build.runtime.engine.Engine.load`."""
+
+    max_sequences: int | None = None
+    max_context: int | None = None
+    threads: int | None = None
+    speculate: str = "none"
+    draft_length: int | None = None
+    drafting: Drafting = "coupled"
+    prefix_cache: int = 0
+    token_budget: int = TOKEN_BUDGET
+    memory: int | None = None
+
+    def check(self) -> None:
+        """Raise RequestError with all that is out of range."""
+        least = {"threads": 1, "prefix_cache": 0, "token_budget": 1, "memory": 1}
+        found = {name: getattr(self, name) for name in least}
+        problems = [
+            f"{name} is {value}; it must be at least {least[name]}"
+            for name, value in found.items()
+            if value is not None and value < least[name]
+        ]
+        if problems:
+            raise RequestError("The engine cannot be loaded as asked:", problems)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open engine.
+
+    Attributes:
+        manifest: Its manifest.
+        session: The open target graph.
+        scheduler: Runs requests on it.
+        cache: Its prefix cache, if it has one.
+    """
+
+    manifest: Mapping[str, Any]
+    session: Session
+    scheduler: Scheduler
+    cache: PrefixCache | None
+
+
+def open_engine(directory: Path, options: Options) -> Opened:
+    """Open an engine bundle; errors are those of :meth:`nemo_build.runtime.engine.Engine.load`."""
+    options.check()
+    manifest = read_manifest(directory, ENGINE_BUNDLE)
+    _check_engine(directory, manifest)
+    slots, context = _sizes(manifest["options"], options.max_sequences, options.max_context)
+    kind = speculator_kind(options.speculate, options.draft_length, manifest["graphs"])
+    most = ADAPTIVE_DRAFTS if options.draft_length is None else options.draft_length
+    pending = most + 1 if kind else 0
+    states = _states(manifest, ["target", *(kind.graphs if kind else ())])
+    memory = _memory(manifest, states, slots=slots, context=context, pending=pending, options=options)
+    threads = default_threads() if options.threads is None else options.threads
+    files = EngineFiles(directory, manifest, {"slots": slots, "context": context, "threads": threads})
+    if kind is None:
+        session, speculation = files.session("target"), None
+    else:
+        session, speculation = _speculation(files, kind, most, options)
+    cache = None
+    if options.prefix_cache:
+        lookahead = speculation.speculator.lookahead if speculation is not None else {}
+        cache = PrefixCache(states, capacity=options.prefix_cache, pending=pending, lookahead=lookahead)
+    scheduler = Scheduler(session, speculation, cache=cache, memory=memory, token_budget=options.token_budget)
+    return Opened(manifest, session, scheduler, cache)
+
+
+def _speculation(
+    files: EngineFiles, kind: SpeculatorKind, most: int, options: Options
+) -> tuple[Session, Speculation]:
+    features = {kind.features: True} if kind.features else {}
+    session = files.session("target", pending=most + 1, **features)
+    controller = DraftLengthController(most) if options.draft_length is None else None
+    speculation = Speculation(
+        kind.open(files), most, session.slots, controller=controller, drafting=options.drafting
+    )
+    return session, speculation
+
+
+def _states(manifest: Mapping[str, Any], graphs: Iterable[str]) -> list[StateSpec]:
+    """The state buffers of some graphs, each once."""
+    found = {s["name"]: s for name in graphs for s in manifest["graphs"][name]["state"]}
+    return [StateSpec.from_json(s) for s in found.values()]
+
+
+def _memory(
+    manifest: Mapping[str, Any],
+    states: list[StateSpec],
+    *,
+    slots: int,
+    context: int,
+    pending: int,
+    options: Options,
+) -> SlotMemory | None:
+    """What sequences may take; None if all slots may be full. Raises PlanError if not even one may be."""
+    available = host_memory() if options.memory is None else options.memory
+    where = "this machine" if options.memory is None else "the memory it is given"
+
+    def plan(slots: int) -> Any:
+        return plan_memory(
+            ModelSpec.from_json(manifest["spec"]),
+            states,
+            slots=slots,
+            context=context,
+            weights_file=manifest["plan"]["weights_file"],
+            weights_memory=manifest["plan"]["weights_memory"],
+            native=native.library() is not None,
+            pending=pending,
+        )
+
+    if plan(slots).total + options.prefix_cache <= available:
+        return None
+    one = plan(1)
+    one.require(available, where)
+    memory = SlotMemory.of(states, 0, pending=pending)
+    total = available - one.weights_memory - plan(slots).activations - options.prefix_cache
+    if total < memory.need(context):
+        raise PlanError(
+            f"Beside a prefix cache of {options.prefix_cache} bytes not even one sequence fits {where}.",
+            hint="Make the cache smaller, or lower max_sequences or max_context.",
+        )
+    return SlotMemory(total, memory.fixed, memory.per_position)
+
+
+def _sizes(options: Mapping[str, int], sequences: int | None, context: int | None) -> tuple[int, int]:
+    sequences = options["max_sequences"] if sequences is None else sequences
+    context = options["max_context"] if context is None else context
+    problems = []
+    for name, value in (("max_sequences", sequences), ("max_context", context)):
+        if not 1 <= value <= options[name]:
+            problems.append(f"{name} is {value}; the engine was built for 1 to {options[name]}")
+    if problems:
+        raise RequestError("The engine cannot be loaded as asked:", problems)
+    return sequences, context
+
+
+def _check_engine(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Graphs and text files by digest, the weights by size (``inspect --verify`` reads them whole)."""
+    check_files(directory, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
+    problems = []
+    for name in manifest["weights"]["files"]:
+        size, path = manifest["sizes"][name], directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            has = "but is missing" if found is None else f"but has {found}"
+            problems.append(f"{path} should have {size} bytes, {has}")
+    if problems:
+        raise BundleError("The engine's weights are damaged:", problems, "Build the engine again.")

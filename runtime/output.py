@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What readers of a request get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from nemo_build.errors import BundleError
+from nemo_build.runtime.request import Request
+from nemo_build.runtime.stopping import FinishReason
+
+__all__ = ["Chunk", "Completion", "completion", "take"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation.
+
+    Attributes:
+        text: The generated text.
+        token_ids: The generated tokens, the end token included.
+        finish_reason: Why it ended.
+        matched: The stop string, or the id of the end token, that ended it.
+        prompt_tokens: Length of the prompt.
+        seed: The seed of its random numbers, chosen by the engine if the request had none.
+        cached_tokens: Tokens of the prompt that came from the prefix cache.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    matched: str | int | None
+    prompt_tokens: int
+    seed: int = field(compare=False)
+    cached_tokens: int = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a streamed generation.
+
+    Attributes:
+        index: Which of the prompts it belongs to.
+        text: New text, possibly empty while a character or a stop string is incomplete.
+        token_id: The token it came from; ``None`` where the end came without one.
+        finish_reason: Set on the last chunk.
+        matched: On the last chunk: the stop string, or the id of the end token, that ended it.
+        drafted: Whether the token was a draft that was accepted.
+    """
+
+    index: int
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    matched: str | int | None = None
+    drafted: bool = False
+
+
+def take(request: Request, index: int) -> Iterator[Chunk]:
+    """What is new of a request, which is the reader's prompt number `index`.
+
+    Raises:
+        BundleError: The engine fails.
+    """
+    while request.events:
+        event = request.events.popleft()
+        text = event.text
+        yield Chunk(index, text.emit, event.token, text.finish_reason, text.matched, event.drafted)
+    if request.error is not None:
+        hint = "Check the engine with `nemo-build inspect --verify`, or build it again."
+        raise BundleError(f"The engine fails: {request.error}", hint=hint) from request.error
+
+
+def completion(request: Request, chunks: Iterable[Chunk]) -> Completion:
+    """All chunks of a request that has ended, in one."""
+    chunks = list(chunks)
+    return Completion(
+        "".join(c.text for c in chunks),
+        tuple(request.output),
+        chunks[-1].finish_reason or FinishReason.CANCELLED,
+        chunks[-1].matched,
+        request.prompt_tokens,
+        request.seed,
+        request.cached_tokens or 0,
+    )

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request on its way: its tokens, what the session has seen of them, and what its reader has not taken yet."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_build.engines.plan import PREFILL_CHUNK
+from nemo_build.errors import RequestError
+from nemo_build.runtime.detokenizer import IncrementalDetokenizer, TokenTable
+from nemo_build.runtime.params import SamplingParams
+from nemo_build.runtime.sampling import NonFiniteLogitsError, TokenCounts
+from nemo_build.runtime.speculation.verify import Method, verify
+from nemo_build.runtime.stopping import FinishReason, StepText, StopState
+
+PRIORITY_SECONDS = 10.0
+"""A request of one priority more is served as if it had come so much earlier; so none waits for ever."""
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """What a request asks of the scheduler.
+
+    Attributes:
+        priority: Higher ones come first, and take the slots of lower ones.
+        timeout: Seconds after which it ends with what it has, > 0; ``None``: never.
+        salt: Whose prompt it is: the prefix cache shares nothing between different salts.
+        prefill_chunk: Most prompt tokens in one step.
+
+    Raises:
+        RequestError: A value is out of range.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+    salt: Hashable = None
+    prefill_chunk: int = PREFILL_CHUNK
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.prefill_chunk < 1:
+            problems.append(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
+        if self.timeout is not None and not self.timeout > 0:
+            problems.append(f"timeout is {self.timeout}; it must be above 0 seconds")
+        if problems:
+            raise RequestError("The request cannot be scheduled:", problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something new for a request's reader.
+
+    Attributes:
+        token: The token, or ``None`` if the request ended without one.
+        text: What it adds to the text.
+        drafted: Whether it was a draft that was accepted.
+    """
+
+    token: int | None
+    text: StepText
+    drafted: bool = False
+
+
+class Request:
+    """One request.
+
+    Args:
+        prompt: Token ids, at least one.
+        params: How to go on from there; ``max_tokens`` is lowered to what fits the context.
+        eos_ids: Ids that end it.
+        table: The tokenizer.
+        context: Positions of the session.
+        scheduling: What it asks of the scheduler.
+        skip_special_tokens: Leave control tokens out of the text.
+
+    Attributes:
+        events: What the reader has not taken yet.
+        error: Why it was given up, or ``None``.
+        tokens: Prompt and output.
+        prompt_tokens: Length of the prompt.
+        cached_tokens: How many of these came from the prefix cache when it first ran.
+        fed: Tokens that the session has seen.
+        slot: State slot, or ``None`` while it waits and after its end.
+        uncommitted: Tokens of the last step that the session holds pending.
+        snapshot_at: Up to where the prefix cache wants it to be fed, for a snapshot.
+        followed: Whether the speculator knows what follows the tokens fed, so that it can draft.
+        arrival: When the scheduler got it, by its clock.
+        takes_likeliest: Whether it takes the most likely token, whatever it is.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_ids: Collection[int],
+        table: TokenTable,
+        context: int,
+        scheduling: Scheduling | None = None,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        room = context - len(prompt) + 1  # the last token is never fed
+        limit = min(params.max_tokens, room)
+        self.params = replace(params, max_tokens=limit, min_tokens=min(params.min_tokens, limit))
+        self.scheduling = scheduling or Scheduling()
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(prompt)
+        self.cached_tokens: int | None = None
+        self.fed = 0
+        self.slot: int | None = None
+        self.uncommitted = 0
+        self.snapshot_at = 0
+        self.followed = False
+        self.arrival = 0.0
+        self.events: deque[Event] = deque()
+        self.error: Exception | None = None
+        self.counts = TokenCounts(prompt) if params.uses_counts else None
+        self.eos_ids = eos_ids
+        self._context = context
+        detokenizer = IncrementalDetokenizer(table, skip_special_tokens=skip_special_tokens)
+        self._stop = StopState(self.params, eos_ids, detokenizer)
+        self.takes_likeliest = (
+            params.temperature == 0
+            and not (params.uses_counts or params.logit_bias)
+            and self.params.min_tokens == 0
+        )
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended, or ``None``; also for those given up."""
+        return self._stop.finish_reason
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self._stop.finish_reason is not None or self.error is not None
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its last token alone is to be fed, behind others."""
+        return self.fed > 0 and self.fed == len(self.tokens) - 1
+
+    @property
+    def committed(self) -> int:
+        """Tokens that the state of its slot has seen."""
+        return self.fed - self.uncommitted
+
+    @property
+    def most_drafts(self) -> int:
+        """How many drafts could be of use: one token comes without them, and none is fed past the context."""
+        left = self.params.max_tokens - (len(self.tokens) - self.prompt_tokens)
+        return max(0, min(left - 1, self._context - self.fed - 1))
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Place among requests; lower is first. Older ones and those of higher priority come first."""
+        return self.arrival - self.scheduling.priority * PRIORITY_SECONDS, self.arrival
+
+    def choose(
+        self,
+        logits: NDArray[np.float32],
+        likeliest: Sequence[int] | None,
+        drafts: Sequence[int] = (),
+        probabilities: NDArray[np.float64] | None = None,
+        method: Method = "token",
+    ) -> int:
+        """Take the tokens that follow the last one, and add them to the events; give up if that cannot be.
+
+        Args:
+            logits: ``[len(drafts) + 1, V]``: after the last token, and after each draft.
+            likeliest: The most likely tokens by `logits`; ``None``: some are not finite.
+            drafts: Tokens that may follow.
+            probabilities: As of :func:`~nemo_build.runtime.speculation.verify.verify`, like `method`.
+
+        Returns:
+            How many drafts were accepted.
+        """
+        if self.takes_likeliest and likeliest is not None:
+            accepted = 0
+            while accepted < len(drafts) and drafts[accepted] == likeliest[accepted]:
+                accepted += 1
+            return self._add(likeliest[: accepted + 1], accepted)
+        try:
+            verdict = verify(
+                logits,
+                drafts,
+                self.params,
+                self.counts,
+                seed=self.seed,
+                position=len(self.tokens),
+                eos_ids=self.eos_ids,
+                num_output=len(self.tokens) - self.prompt_tokens,
+                probabilities=probabilities,
+                method=method,
+            )
+        except NonFiniteLogitsError as error:
+            self.error = error
+            return 0
+        return self._add(verdict.tokens, verdict.accepted)
+
+    def _add(self, tokens: Sequence[int], accepted: int) -> int:
+        """Append tokens up to the end of the text; how many of the accepted ones those are."""
+        for i, token in enumerate(tokens):
+            if self._stop.finish_reason is not None:
+                return min(accepted, i)
+            self.tokens.append(token)
+            if self.counts is not None:
+                self.counts.push(token)
+            self.events.append(Event(token, self._stop.push(token), i < accepted))
+        return accepted
+
+    def evict(self) -> None:
+        """It leaves its slot: what the session has seen of it is gone."""
+        self.slot, self.fed, self.uncommitted, self.followed = None, 0, 0, False
+
+    def end(self, reason: FinishReason) -> None:
+        """End it from outside, if it has not ended; the text held back so far is shown."""
+        if not self.finished:
+            self.events.append(Event(None, self._stop.cancel(reason)))

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler on a target that shows every mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_build.errors import RequestError
+from nemo_build.runtime.memory import SlotMemory
+from nemo_build.runtime.params import SamplingParams
+from nemo_build.runtime.prefix_cache import PrefixCache
+from nemo_build.runtime.request import Request, Scheduling
+from nemo_build.runtime.scheduler import Scheduler
+from nemo_build.runtime.speculation.lengths import DraftLengthController
+from nemo_build.runtime.speculation.rounds import Speculation
+from nemo_build.runtime.stopping import FinishReason
+
+from .toy_session import END, VOCABULARY, ToySession, ToySpeculator, ToyTable, row_of
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request_of(prompt: Sequence[int], params: SamplingParams = GREEDY, **scheduling: Any) -> Request:
+    return Request(
+        prompt,
+        params,
+        eos_ids=(END,),
+        table=ToyTable(),
+        context=256,
+        scheduling=Scheduling(**scheduling),
+    )
+
+
+def alone(prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:
+    """What a request gets from a scheduler of its own."""
+    scheduler, request = Scheduler(ToySession(1)), request_of(prompt, params)
+    scheduler.add(request)
+    run(scheduler)
+    return request.output
+
+
+def run(scheduler: Scheduler) -> None:
+    while scheduler.unfinished:
+        scheduler.step()
+
+
+def prompt_of(rng: np.random.Generator, longest: int = 60) -> list[int]:
+    return rng.integers(0, VOCABULARY - 1, int(rng.integers(1, longest))).tolist()
+
+
+def test_the_toy_is_what_it_says():
+    prompt, tokens = [3, 1, 4], []
+    while len(tokens) < 12 and END not in tokens:
+        tokens.append(int(row_of(prompt + tokens).argmax()))
+    assert alone(prompt) == tokens
+
+
+def test_first_come_first_served_and_all_are_served():
+    scheduler = Scheduler(ToySession(2))
+    rng = np.random.default_rng(0)
+    requests = [request_of(prompt_of(rng)) for _ in range(9)]
+    for r in requests:
+        scheduler.add(r)
+    ended: list[Request] = []
+    while scheduler.unfinished:
+        scheduler.step()
+        ended += [r for r in requests if r.finished and r not in ended]
+        running = [r for r in requests if r.slot is not None]
+        assert len(running) <= 2
+        assert all(requests.index(r) <= len(ended) + 1 for r in running)
+    assert [r.output for r in requests] == [alone(r.tokens[: r.prompt_tokens]) for r in requests]
+    assert scheduler.statistics().free_slots == 2
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 64])
+def test_a_step_keeps_to_its_budget_and_decoding_goes_on(budget):
+    session = ToySession(4)
+    scheduler = Scheduler(session, token_budget=budget)
+    first = request_of([1], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+    scheduler.add(first)
+    scheduler.step()
+    scheduler.step()
+    long = [request_of([i] * 90, prefill_chunk=40) for i in range(3)]
+    for r in long:
+        scheduler.add(r)
+    for _ in range(20):
+        before = len(first.output)
+        session.steps.clear()
+        scheduler.step()
+        assert len(first.output) == before + 1, "prompts do not hold up who decodes"
+        prefill = max(budget - 1, budget // 4, 1)
+        assert session.steps[0].input_ids.size <= sum(r.decoding for r in long) + 1
+        assert all(batch.input_ids.size <= prefill for batch in session.steps[1:])
+    run(scheduler)
+    assert [r.output for r in long] == [alone([i] * 90) for i in range(3)]
+
+
+def test_priority_takes_a_slot_and_the_victim_goes_on_as_if_nothing_was():
+    clock = Clock()
+    scheduler = Scheduler(ToySession(1), clock=clock)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    low = request_of([5, 6, 7], params)
+    scheduler.add(low)
+    for _ in range(5):
+        scheduler.step()
+    high, equal = request_of([8, 9], priority=1), request_of([1, 2])
+    scheduler.add(equal)
+    scheduler.step()
+    assert low.slot is not None, "an equal one waits"
+    scheduler.add(high)
+    scheduler.step()
+    assert (low.slot, high.slot) == (None, 0)
+    run(scheduler)
+    assert low.output == alone([5, 6, 7], params)
+    assert high.output == alone([8, 9])
+    assert scheduler.statistics().preemptions == 1
+
+
+def test_one_that_waited_long_is_not_overtaken():
+    clock = Clock()
+    scheduler = Scheduler(ToySession(1), clock=clock)
+    running, old = request_of([1] * 30), request_of([2])
+    scheduler.add(running)
+    scheduler.step()
+    scheduler.add(old)
+    clock.now = 11.0
+    new = request_of([3], priority=1)
+    scheduler.add(new)
+    while not (old.output or new.output):
+        scheduler.step()
+    assert old.output
+    assert not new.output
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_time_is_over(waits):
+    clock = Clock()
+    scheduler = Scheduler(ToySession(1), clock=clock)
+    other = request_of([1] * 9)
+    request = request_of([2, 3], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True), timeout=5)
+    for r in (other, request) if waits else (request, other):
+        scheduler.add(r)
+    scheduler.step()
+    scheduler.step()
+    clock.now = 4.9
+    scheduler.step()
+    assert not request.finished
+    clock.now = 5.0
+    scheduler.step()
+    assert request.finish_reason is FinishReason.TIMEOUT
+    assert request.events[-1].token is None
+    assert request.events[-1].text.finish_reason is FinishReason.TIMEOUT
+    run(scheduler)
+    assert other.output == alone([1] * 9)
+    with pytest.raises(RequestError, match="timeout is 0"):
+        Scheduling(timeout=0)
+
+
+def test_cancelling_frees_the_slot_within_a_step():
+    scheduler = Scheduler(ToySession(1))
+    request, other = request_of([1, 2]), request_of([3])
+    scheduler.add(request)
+    scheduler.step()
+    scheduler.add(other)
+    scheduler.cancel(request)
+    scheduler.step()
+    assert request.finish_reason is FinishReason.CANCELLED
+    assert other.slot == 0
+    scheduler.cancel(request)  # once more changes nothing
+    run(scheduler)
+    assert other.output == alone([3])
+
+
+def test_a_step_that_fails_ends_what_ran_and_the_rest_goes_on():
+    session = ToySession(2)
+    scheduler = Scheduler(session)
+    requests = [request_of([i, i]) for i in range(3)]
+    for r in requests:
+        scheduler.add(r)
+    scheduler.step()
+    session.fails = lambda: True
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        scheduler.step()
+    assert [str(r.error) for r in requests] == ["the device is gone", "the device is gone", "None"]
+    session.fails = bool
+    run(scheduler)
+    assert requests[2].output == alone([2, 2])
+    assert scheduler.statistics().free_slots == 2
+
+
+def test_requests_run_as_far_as_memory_goes():
+    """Four slots, memory for about one and a half contexts: nobody fails, all get what they get alone."""
+    memory = SlotMemory(total=10 + 16 * 240, fixed=10, per_position=16)
+    scheduler = Scheduler(ToySession(4), memory=memory)
+    params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    prompts = [[i] * n for i, n in enumerate((5, 100, 30, 60, 7))]
+    requests = [request_of(p, params) for p in prompts]
+    for r in requests:
+        scheduler.add(r)
+    most = 0
+    while scheduler.unfinished:
+        scheduler.step()
+        statistics = scheduler.statistics()
+        most = max(most, statistics.running)
+        assert statistics.memory_used <= memory.total
+    assert most > 1
+    assert scheduler.statistics().preemptions > 0
+    assert [r.output for r in requests] == [alone(p, params) for p in prompts]
+
+
+@pytest.mark.parametrize("pending", [0, 5])
+def test_a_preempted_request_comes_back_from_the_cache(pending):
+    session = ToySession(1, pending=pending)
+    speculation = None
+    if pending:
+        session = ToySession(1, pending=pending, hidden=True)
+        speculation = Speculation(ToySpeculator(session, 0.7), 4, 1)
+    states = [*session.states, *(speculation.speculator.states if speculation else ())]
+    lookahead = speculation.speculator.lookahead if speculation else {}
+    cache = PrefixCache(states, capacity=1 << 20, pending=pending, block=8, lookahead=lookahead)
+    scheduler = Scheduler(session, speculation, cache=cache)
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    low = request_of(list(range(20)), params)
+    scheduler.add(low)
+    while len(low.output) < 12:
+        scheduler.step()
+    high = request_of([8, 9], priority=1)
+    scheduler.add(high)
+    scheduler.step()
+    assert low.slot is None
+    session.steps.clear()
+    run(scheduler)
+    assert low.output == alone(list(range(20)), params)
+    fed = sum(int(b.lengths.sum()) for b in session.steps)
+    assert fed < 20 + 30, "what was kept is not computed again"
+
+
+def build(rng: np.random.Generator, slots: int) -> tuple[Scheduler, PrefixCache | None]:
+    """A scheduler of random sizes."""
+    drafts = int(rng.choice([0, 1, 3, 7, 15]))
+    seconds = float(rng.choice([0, 0, 0, 0, 0, 0.0011]))  # enough for the next step to be prepared meanwhile
+    session = ToySession(slots, pending=drafts + 1 if drafts else 0, hidden=bool(drafts), seconds=seconds)
+    speculation = None
+    if drafts:
+        controller = DraftLengthController(drafts) if rng.random() < 0.5 else None
+        speculator = ToySpeculator(session, float(rng.random()), confident=bool(rng.random() < 0.5))
+        speculation = Speculation(speculator, drafts, slots, controller=controller)
+    cache = None
+    if rng.random() < 0.6:
+        cache = PrefixCache(
+            [*session.states, *(speculation.speculator.states if speculation else ())],
+            capacity=int(rng.choice([2_000, 20_000, 1 << 20])),
+            pending=session.pending,
+            block=int(rng.choice([4, 16])),
+            snapshot_every=int(rng.choice([0, 2])),
+            lookahead=speculation.speculator.lookahead if speculation else {},
+        )
+    memory = SlotMemory(10 + 16 * 300, 10, 16) if rng.random() < 0.5 else None
+    budget = int(rng.choice([1, 9, 40, 512]))
+    return Scheduler(session, speculation, cache=cache, memory=memory, token_budget=budget), cache
+
+
+def stress(seed: int, slots: int, steps: int) -> int:
+    """Requests come, go and are taken from their slots at random; every text is what it is alone. Steps run."""
+    rng = np.random.default_rng([seed, slots])
+    scheduler, cache = build(rng, slots)
+    common = prompt_of(rng, 90)
+    live: list[Request] = []
+    done = 0
+    while done < steps or scheduler.unfinished:
+        if done < steps and rng.random() < 0.3 and len(live) < 3 * slots:
+            prompt = common[: int(rng.integers(0, len(common) + 1))] + prompt_of(rng)
+            temperature = float(rng.choice([0, 0.8]))
+            penalty = float(rng.choice([1, 1.3]))
+            params = SamplingParams(
+                max_tokens=int(rng.integers(1, 40)),
+                temperature=temperature,
+                seed=int(rng.integers(99)),
+                repetition_penalty=penalty,
+                stop=("Q",) if rng.random() < 0.2 else (),
+            )
+            chunk, salt = int(rng.integers(1, 70)), int(rng.integers(2))
+            live.append(
+                request_of(prompt, params, priority=int(rng.integers(3)), prefill_chunk=chunk, salt=salt)
+            )
+            scheduler.add(live[-1])
+        if live and rng.random() < 0.03:
+            scheduler.cancel(live[int(rng.integers(len(live)))])
+        scheduler.step()
+        done += 1
+        for r in [r for r in live if r.finished]:
+            live.remove(r)
+            assert r.error is None
+            want = alone(r.tokens[: r.prompt_tokens], r.params)
+            whole = r.finish_reason is not FinishReason.CANCELLED
+            assert r.output == (want if whole else want[: len(r.output)])
+            assert [e.token for e in r.events if e.token is not None] == r.output
+    statistics = scheduler.statistics()
+    assert (statistics.running, statistics.waiting, statistics.free_slots) == (0, 0, slots)
+    assert statistics.memory_used == 0
+    if cache is not None:
+        cache.clear()
+        assert cache.statistics().bytes == 0
+    return done
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_texts_do_not_depend_on_what_runs_beside_them(seed, slots):
+    stress(seed, slots, 250)
+
+
+@pytest.mark.slow
+def test_thousands_of_steps():
+    assert sum(stress(seed, 1 + seed % 16, 1000) for seed in range(100, 132)) > 30_000
