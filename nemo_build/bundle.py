@@ -21,7 +21,7 @@ MODEL_BUNDLE = "bundle.json"
 ENGINE_BUNDLE = "engine.json"
 """Manifest of what ``build`` writes."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 TEXT_FILES = (
     "tokenizer.json",

@@ -57,6 +57,18 @@ def state_bytes(specs: Iterable[StateSpec], *, slots: int = 1, pending: int = 0,
     return sum(s.nbytes(sizes) for s in specs)
 
 
+def stays_pending(tokens: int, pending: int) -> bool:
+    """Whether the new tokens of a row stay pending, for the next step to commit as many of them as are accepted.
+
+    A single one has no draft behind it, so that nothing can reject it; more than there is room for are part of a prompt.
+
+    Args:
+        tokens: New tokens of the row.
+        pending: Tokens per slot that a step may leave uncommitted.
+    """
+    return 1 < tokens <= pending
+
+
 def _resolve(dim: int | str, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, int):
         return dim

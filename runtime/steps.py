@@ -16,6 +16,7 @@ from nemo_build.engines.session import Session, StepBatch, StepOutput
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.base import Committed
 from nemo_build.runtime.speculation.rounds import NO_DRAFTS, Drafts, Speculation
+from nemo_build.state import stays_pending
 
 _WORTH_A_THREAD = 1e-3
 """Seconds of a step from which on the next is prepared meanwhile; a shorter one is over before a thread has begun."""
@@ -118,7 +119,7 @@ class StepRunner:
             results.append((judged, accepted))
             past = request.fed
             request.fed += count
-            request.uncommitted = count if len(row.tokens) <= self._session.pending else 0
+            request.uncommitted = count if stays_pending(len(row.tokens), self._session.pending) else 0
             if self._speculation is not None and self._is_told(request):
                 assert request.slot is not None, "a row has a slot"
                 known = request.tokens[past : past + count + 1]

@@ -174,7 +174,7 @@ class WithoutTransforms(DistributionChooser):
 
     def _choose(self, logits: NDArray[np.float32], index: int) -> int:
         token = super()._choose(logits, index)
-        self._rows[-1] = np.exp(logits.astype(np.float64))
+        self._rows[index] = np.exp(logits.astype(np.float64))
         return token
 
 
@@ -202,10 +202,10 @@ def test_distributions_are_those_after_the_transforms() -> None:
     params = SamplingParams(**PARAMS["everything"])
     chooser = chooser_after((1, 2), params, 7, "token")
     rows, draft = [], ()
-    for _ in range(3):
+    for _ in range(20):
         rows.append(draft_logits((1, 2, *draft), 8))
         draft += (chooser(rows[-1]),)
-    assert chooser.probabilities.shape == (3, 8)
+    assert chooser.probabilities.shape == (20, 8)
     for i, row in enumerate(rows):
         keys: dict[str, Any] = {"eos_ids": EOS, "num_output": 2 + i}
         want = drafting.target_distribution(row, params, counts_of((1, 2, *draft[:i])), **keys)

@@ -13,6 +13,7 @@ from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.session import StepBatch
 from nemo_build.plugins import native
 from nemo_build.runtime.prefix_cache import PrefixCache
+from nemo_build.state import stays_pending
 
 
 class Server:
@@ -47,7 +48,7 @@ class Server:
             chunk = prompt[fed : min(fed + self.budget, end)]
             logits = self.step(slot, chunk, fed, uncommitted)
             fed += len(chunk)
-            uncommitted = len(chunk) if len(chunk) <= self.session.pending else 0
+            uncommitted = len(chunk) if stays_pending(len(chunk), self.session.pending) else 0
             if fed - uncommitted == end:
                 assert self.cache.store(prompt, self.session.state(), slot, end, salt)
         return logits[-1], matched, uncommitted
@@ -60,7 +61,7 @@ class Server:
             best = self.step(slot, [tokens[-1], *draft], fed, uncommitted).argmax(-1).tolist()
             good = next((i for i, d in enumerate(draft) if d != best[i]), len(draft))
             tokens += best[: good + 1]
-            uncommitted = good + 1 if len(draft) + 1 <= self.session.pending else 0
+            uncommitted = good + 1 if stays_pending(len(draft) + 1, self.session.pending) else 0
             counts.append(good)
         committed = len(tokens) - 1 - uncommitted
         assert self.cache.store(tokens, self.session.state(), slot, committed)
@@ -139,7 +140,7 @@ def test_restoring_beside_a_sequence_with_pending_tokens(demo_engine_directory, 
     assert uncommitted == 2
     server.prefill(1, text[100:130])
     assert server.prefill(1, text[100:140])[1] == 30
-    same(server.step(0, [7], 34, uncommitted)[-1], truth([*text[:34], 7]))
+    same(server.step(0, [7, 8], 34, uncommitted)[-1], truth([*text[:34], 7, 8]))
     assert server.cache.store(text, server.session.state(), 0, 34)  # committed by that step
     logits, hit, uncommitted = server.prefill(2, text[:36])
     assert (hit, uncommitted) == (34, 2)

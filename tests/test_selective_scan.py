@@ -84,7 +84,7 @@ def test_committing_part_of_a_step_equals_sequential_steps(kind, ring, before):
     batch = n + 1
     scan = Scan(rng, 4, 3, 2, 21)
     slots, past = rng.permutation(batch), np.full(batch, before)
-    tokens, probe = scan.tokens(batch, n), scan.tokens(batch, 1)
+    tokens, probe = scan.tokens(batch, n), scan.tokens(batch, 2)
     state = scan.state(batch) * (before > 0)
     how = {"instruction_set": kind, "threads": 2}
 
@@ -106,6 +106,19 @@ def test_committing_part_of_a_step_equals_sequential_steps(kind, ring, before):
     else:
         np.testing.assert_array_equal(after, expected)
         np.testing.assert_array_equal(y, y_expected)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_single_token_is_committed_at_once(kind):
+    """There is no draft behind it that could be rejected."""
+    scan = Scan(np.random.default_rng(4), 4, 3, 2, 21)
+    token, state, ring = scan.tokens(2, 1), scan.state(2), scan.ring(2, 3)
+    slots, past, how = np.array([1, 0]), np.array([5, 9]), {"instruction_set": kind, "threads": 2}
+    y, after, pending = scan.step(token, state, ring, slots, past, np.array([0, 0]), **how)
+    y_expected, expected, _ = scan.step(token, state, scan.ring(2, 0), slots, past, **how)
+    np.testing.assert_allclose(y, y_expected, atol=1e-6)
+    np.testing.assert_allclose(after, expected, atol=1e-6)
+    np.testing.assert_array_equal(pending, ring)
 
 
 @pytest.mark.parametrize("kind", native.instruction_sets())

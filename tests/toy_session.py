@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nemo_build.engines.session import StepBatch, StepOutput, check_batch
 from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal
-from nemo_build.state import StateSpec
+from nemo_build.state import StateSpec, stays_pending
 
 VOCABULARY = 40
 END = 39
@@ -110,13 +110,13 @@ class ToySession:
         for token in ring[:accepted].tolist():
             state = mix(state, int(token))
         before = state
-        if len(ids) > self.pending:
+        if stays_pending(len(ids), self.pending):
+            self._state["ssm.toy"][slot] = past, state
+            ring[: len(ids)] = ids
+        else:
             for token in ids:
                 state = mix(state, token)
             self._state["ssm.toy"][slot] = past + len(ids), state
-        else:
-            self._state["ssm.toy"][slot] = past, state
-            ring[: len(ids)] = ids
         return before
 
 

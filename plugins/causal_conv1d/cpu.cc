@@ -50,7 +50,7 @@ struct CausalConv1d {
       for (int64_t t = 0; t < n; ++t) {
         convolve(parameters, slot, in, out + t * channels, t, channels, from, to);
       }
-      if (n > ring) {
+      if (!stays_pending(n, ring)) {
         for (int64_t i = 0; i < keep; ++i) {
           const int64_t source = i + n;  // of window and new tokens in a row
           const float* token = source < keep ? slot + source * channels : in + (source - keep) * channels;

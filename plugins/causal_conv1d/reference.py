@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_build.state import stays_pending
+
 Array = NDArray[Any]
 Index = NDArray[np.int64]
 
@@ -70,7 +72,9 @@ def function(attributes: Mapping[str, Any], present: Collection[str]) -> str:
       gate = Sigmoid (conv)
       y = Mul (conv, gate)
 
-      commit = Greater (lengths, pending)
+      beyond = Greater (lengths, pending)
+      single = Equal (lengths, one)
+      commit = Or (beyond, single)
       start = Where (commit, lengths, zero)
       start2 = Unsqueeze (start, axis1)
       next_at = Add (start2, window_range)
@@ -128,9 +132,9 @@ def reference(
         for t in range(n):
             v = (seq[t : t + keep + 1] * w).sum(axis=0) + b
             y[row, t] = v / (1 + np.exp(-v))
-        if n > pending:
-            state_out[slot, :keep] = seq[n:]
-        else:
+        if stays_pending(n, pending):
             state_out[slot, :keep] = window
             state_out[slot, keep : keep + n] = x[row, :n]
+        else:
+            state_out[slot, :keep] = seq[n:]
     return y, state_out

@@ -9,8 +9,8 @@ OP = Op(
         "Depthwise causal convolution over time followed by SiLU, with the last W-1 inputs of every sequence "
         "kept in a slot (Mamba-2, arXiv:2405.21060, section 7). "
         "A slot holds [window (W-1) | pending (K)]. A step first moves the window over the `accepted` pending "
-        "inputs, then computes the new tokens. A row with at most K new tokens leaves them pending; a longer "
-        "one commits them at once. A row whose `past` equals `accepted` starts a new sequence: the slot's "
+        "inputs, then computes the new tokens. A row with 2 to K new tokens leaves them pending; a single one "
+        "and more than K are committed at once. A row whose `past` equals `accepted` starts a new sequence: the slot's "
         "window counts as zero, its pending inputs do not."
     ),
     types={"T": FLOATS, "W": FLOATS, "I": INDEX},

@@ -30,6 +30,10 @@ struct Rows {
   int64_t batch, steps, slot_count, ring = 0;
 };
 
+// Whether a row's new tokens stay pending, for the next step to commit as many of them as are accepted. A single one has no
+// draft behind it, so that nothing can reject it; what is longer than the ring is part of a prompt.
+inline bool stays_pending(int64_t tokens, int64_t ring) { return tokens > 1 && tokens <= ring; }
+
 // Refuses rows that would reach outside their buffers.
 void require_rows(const char* op, const Rows& rows);
 

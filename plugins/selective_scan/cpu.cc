@@ -134,7 +134,7 @@ struct SelectiveScan {
     });
     // Heads share the B of their group, so that of pending tokens is overwritten when all have read it.
     for (int64_t row = 0; row < s.batch; ++row) {
-      for (int64_t t = 0; t < step.lengths[row] && step.lengths[row] <= s.ring; ++t) {
+      for (int64_t t = 0; t < step.lengths[row] && stays_pending(step.lengths[row], s.ring); ++t) {
         std::memcpy(step.pending_token(row, t) + s.inner(), step.b + (row * s.steps + t) * s.group_width(),
                     s.group_width() * sizeof(float));
       }
@@ -199,7 +199,7 @@ struct SelectiveScan {
     chunk.resize(s);
     const int64_t size = s.head_dim * s.width;
     float* slots = step.state + (step.slots[row] * s.heads + first) * size;
-    const bool fresh = step.past[row] == accepted, commits = n > s.ring;
+    const bool fresh = step.past[row] == accepted, commits = !stays_pending(n, s.ring);
     if (!commits) drafted.resize((last - first) * size);
     for (int64_t start = 0; start < total; start += kChunk) {
       chunk.count = std::min(kChunk, total - start);
@@ -271,7 +271,7 @@ struct SelectiveScan {
         const F y = load_part(chunk.sums + t * s.head_dim + p, n);
         store_part(step.y + at + p, fma(skip, load_part(step.x + at + p, n), y), n);
       }
-      if (step.lengths[row] > s.ring) continue;
+      if (!stays_pending(step.lengths[row], s.ring)) continue;
       float* pending = step.pending_token(row, token);
       std::memcpy(pending + head * s.head_dim, step.x + at, s.head_dim * sizeof(float));
       pending[s.inner() + s.group_width() + head] = chunk.d[t];

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_build.state import stays_pending
+
 Array = NDArray[Any]
 Index = NDArray[np.int64]
 
@@ -101,7 +103,9 @@ def function(attributes: Mapping[str, Any], present: Collection[str]) -> str:
       all_time = Range (zero, total0, one)
       in_ring = Less (all_time, ring)
       in_ring2 = Unsqueeze (in_ring, one1)
-      long = Greater (lengths, ring)
+      beyond = Greater (lengths, ring)
+      single = Equal (lengths, one)
+      long = Or (beyond, single)
       commit = Or (in_ring2, long)
       commit_scan = Unsqueeze (commit, axes234)
 
@@ -200,7 +204,7 @@ def reference(
             c_heads = np.repeat(c[row, t].reshape(groups, width), heads // groups, axis=0)
             skip = d_skip.astype(x.dtype)[:, None] * x[row, t].reshape(heads, head_dim)
             y[row, t] = (np.einsum("hpn,hn->hp", h, c_heads) + skip).reshape(-1)
-        state_out[slot] = h if n > ring else committed
-        if n <= ring:
+        state_out[slot] = committed if stays_pending(n, ring) else h
+        if stays_pending(n, ring):
             pending_out[slot, :n] = tokens[row, :n]
     return y, state_out, pending_out

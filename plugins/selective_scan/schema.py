@@ -10,9 +10,9 @@ OP = Op(
         "dt_bias), dt_min, dt_max) and a = -exp(a_log), h_t = exp(d_t a) h_(t-1) + d_t x_t B_t^T, "
         "y_t = h_t C_t + d_skip x_t. Head i of H uses B and C of group i // (H / G). "
         "A slot holds the committed state and a ring of K pending tokens (x | B | d). A step first advances the "
-        "state over the `accepted` pending tokens, then computes the new tokens. A row with at most K new "
-        "tokens leaves them pending, so that the next step can commit any number of them; a longer one "
-        "commits them at once. A row whose `past` equals `accepted` starts from a zero state."
+        "state over the `accepted` pending tokens, then computes the new tokens. A row with 2 to K new tokens "
+        "leaves them pending, so that the next step can commit any number of them; a single one, behind "
+        "which there is no draft, and more than K are committed at once. A row whose `past` equals `accepted` starts from a zero state."
     ),
     types={"T": FLOATS, "W": FLOATS, "I": INDEX},
     inputs=(

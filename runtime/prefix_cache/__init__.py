@@ -17,7 +17,7 @@ without recurrent state needs no snapshots: every block's end matches. In a mode
 rows.
 
 **What may enter.** A snapshot at position n is the state after n tokens and nothing else, so only *committed*
-tokens enter. In the terms of a step graph, ``committed = fed - uncommitted``: a step of at most K tokens (the
+tokens enter. In the terms of a step graph, ``committed = fed - uncommitted``: a step of 2 to K tokens (the
 session's ``pending``) leaves its tokens pending, and the slot's state is the one before them; the next step
 commits the ``accepted`` of them first. Rows of rejected tokens lie past what is committed and are never copied;
 neither are pending tokens, so a restored slot has none: its first step has ``past`` = the match's length and

@@ -11,9 +11,8 @@ sampling; see :mod:`nemo_build.runtime.speculation.verify`. The text is another 
 
 A greedy request has no choice: its drafts are the most likely tokens after its transforms, however they are verified.
 
-Drafters predict for drafts that are not judged yet, so the transforms count the drafts before: as penalties do
-the tokens so far, and ``min_tokens`` does positions. A prediction that is unusable (NaN) yields some token, for drafts
-never change a text.
+The transforms count the drafts before as if they were accepted: penalties see their tokens, ``min_tokens`` their
+positions. A prediction that is unusable (NaN) yields some token, for drafts never change a text.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class CoupledChooser(_Drafts):
 class DistributionChooser(_Drafts):
     """Draws drafts independently of the target, and keeps their distributions; arguments as :func:`chooser_for`'s."""
 
-    _rows: list[NDArray[np.float64]] = field(default_factory=list, init=False)
+    _rows: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)), init=False)
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
@@ -153,7 +152,7 @@ class DistributionChooser(_Drafts):
 
         The first n rows go with the first n drafts, if whether to verify a draft does not depend on it.
         """
-        return np.stack(self._rows) if self._rows else np.empty((0, 0))
+        return self._rows[: len(self._drafts)]
 
     def _choose(self, logits: NDArray[np.float32], index: int) -> int:
         try:
@@ -167,5 +166,10 @@ class DistributionChooser(_Drafts):
         except NonFiniteLogitsError:
             row = np.zeros(len(logits))
             row[greedy(logits)] = 1
-        self._rows.append(row)
+        if index == len(self._rows):  # one array that grows: new memory is dear at a large vocabulary
+            rows = np.empty((2 * index or 8, len(row)))
+            if index:
+                rows[:index] = self._rows
+            self._rows = rows
+        self._rows[index] = row
         return draw(row, draft_uniform(self.seed, self.position, index))
