@@ -20,7 +20,7 @@ def open_session(directory: Path, manifest: Mapping[str, Any], graph: str, **opt
         directory: The engine.
         manifest: Its manifest.
         graph: Name of the graph, for example ``target``.
-        **options: ``slots``, ``context``, ``pending``, ``threads``, ``hidden``, ``taps``, ``state``; see
+        **options: ``slots``, ``context``, ``pending``, ``threads``, ``yields``, ``hidden``, ``taps``, ``state``; see
             :class:`~nemo_build.engines.ort.OrtSession`.
 
     Raises:

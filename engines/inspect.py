@@ -108,7 +108,7 @@ def _inspect_engine(path: Path) -> Report:
     tensors = manifest["weights"]["tensors"]
     by_dtype: Counter[str] = Counter()
     for tensor in tensors.values():
-        by_dtype[tensor.get("format", tensor["dtype"])] += tensor["nbytes"]
+        by_dtype[tensor.get("format", tensor["dtype"]).lower()] += tensor["nbytes"]
     engine = {
         "target": manifest["target"],
         "backend": manifest["backend"],

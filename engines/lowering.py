@@ -25,7 +25,7 @@ from nemo_build.errors import CheckpointError
 from nemo_build.export.graph import DTYPES
 from nemo_build.plugins import panels
 from nemo_build.plugins.codecs import int_blocks, nvfp4
-from nemo_build.plugins.formats import format_of
+from nemo_build.plugins.formats import LOW_RANK, format_of
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
 
 CPU_DOMAIN = "nemo.cpu"
@@ -223,7 +223,7 @@ def lower(models: Iterable[onnx.ModelProto], *, precision: str, convert: str | N
         models: The graphs of one engine, with the checkpoint's tensors as external initializers.
         precision: What projections round their inputs to: ``float32``, ``bfloat16`` or ``int8``.
         convert: A name of :data:`~nemo_build.engines.options.CONVERSIONS` for projections that are stored
-            unquantized; None keeps them.
+            unquantized, low-rank terms beside quantized ones apart; None keeps them.
 
     Returns:
         The new initializers by name. Their external data are still to be pointed at.
@@ -309,8 +309,9 @@ class _Lowering:
     ) -> tuple[PanelWeight, ScaleWeight | None, ScaleWeight | None]:
         """Panels, their scales and input scales; the same for a weight that was met before."""
         source = projections[0].source_format
-        plain = projections[0].stored_format == "plain"
-        form = panels.FORMATS[self._convert if self._convert and plain else source]
+        # A low-rank term is what the rounding of its weight would lose; it stays as it is, like that weight.
+        convertible = projections[0].stored_format == "plain" and not name.endswith(LOW_RANK)
+        form = panels.FORMATS[self._convert if self._convert and convertible else source]
         weight = PanelWeight(f"{name}.panels", tuple(projections), form, stacked)
         scale = None
         if form.name in ("nvfp4", "fp8"):

@@ -37,6 +37,8 @@ class OrtGraph:
         context: Positions per slot.
         pending: Tokens per slot that a step may leave uncommitted.
         threads: Threads within an op; 0 lets ONNX Runtime choose.
+        yields: Whether the threads stop looking for work when a run is over, so that another graph's find the cores
+            free.
         weights_folder: Directory of the external data, if it is not beside the graph.
         state: Buffers of another graph that this one shares, by name; the others are its own.
         outputs: Outputs that :meth:`run` returns.
@@ -50,6 +52,7 @@ class OrtGraph:
         context: int,
         pending: int = 0,
         threads: int = 0,
+        yields: bool = False,
         weights_folder: str | None = None,
         state: Mapping[str, NDArray[Any]] | None = None,
         outputs: Sequence[str] = (),
@@ -58,6 +61,7 @@ class OrtGraph:
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.force_spinning_stop", str(int(yields)))
         library = native.library()
         self.isolated = library is not None  # ONNX Runtime's own scatters may copy whole buffers
         if library is not None:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from nemo_build.errors import CheckpointError
 from nemo_build.export.checkpoint import TensorInfo
-from nemo_build.plugins.formats import INPUT_SCALE, format_of
+from nemo_build.plugins.formats import INPUT_SCALE, LOW_RANK, SMOOTHING, format_of
 from nemo_build.plugins.registry import STANDARD_OPSET, plugins_by_name
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
 from nemo_build.state import StateSpec
@@ -160,18 +160,36 @@ class GraphBuilder:
         return self._values[key]
 
     def linear(self, x: ir.Value, weight: str, lengths: ir.Value | None, *, bias: bool = False) -> ir.Value:
-        """``x @ W^T (+ b)`` with the checkpoint tensors below `weight`, in the format they are stored in."""
+        """``x @ W^T (+ b)`` with the checkpoint tensors below `weight`, in the format they are stored in.
+
+        Where the checkpoint has smoothing s for it, x is multiplied by s first; where it has a low-rank term, that
+        is two further projections: ``W x' + B (A x')`` with ``x' = s x``, of which W alone rounds its input.
+        """
         name = weight.rsplit(".", 1)[-1]
+        if self.has(f"{weight}.{SMOOTHING}"):
+            x = self.op("Mul", x, self.weight(f"{weight}.{SMOOTHING}", ACTIVATION), name=f"{name}_smoothing")
         kind, activation, parts = self._projection(weight)
         scale = [self.weight(f"{weight}.{INPUT_SCALE}")] if activation != "none" else []
         scales: list[ir.Value | None] = [*parts[1:], *[None] * (3 - len(parts)), *scale]
-        inputs = [x, parts[0], lengths, *scales]
-        while inputs[-1] is None:
-            inputs.pop()
-        y = self.call("BlockLinear", inputs, name=name, weight_format=kind, activation_format=activation)[0]
+        y = self._block_linear(name, [x, parts[0], lengths, *scales], kind, activation)
+        if self.has(f"{weight}.{LOW_RANK[0]}"):
+            term = x
+            for factor in LOW_RANK:
+                stored = self.weight(f"{weight}.{factor}")
+                term = self._block_linear(f"{name}_{factor}", [term, stored, lengths])
+            y = self.op("Add", y, term, name=f"{name}_low_rank")
         if bias:
             y = self.op("Add", y, self.weight(f"{weight}.bias", ACTIVATION), name=f"{name}_bias")
         return y
+
+    def _block_linear(
+        self, name: str, inputs: list[ir.Value | None], kind: str = "plain", activation: str = "none"
+    ) -> ir.Value:
+        """One projection; optional inputs at the end that are not there are left out."""
+        while inputs[-1] is None:
+            inputs.pop()
+        formats = {"weight_format": kind, "activation_format": activation}
+        return self.call("BlockLinear", inputs, name=name, **formats)[0]
 
     def experts(
         self,

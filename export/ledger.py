@@ -13,7 +13,7 @@ from functools import cached_property
 from nemo_build.errors import CheckpointError
 from nemo_build.export.checkpoint import Checkpoint, TensorInfo
 from nemo_build.export.names import collapse, fill, template
-from nemo_build.plugins.formats import INPUT_SCALE, format_of
+from nemo_build.plugins.formats import INPUT_SCALE, LOW_RANK, SMOOTHING, format_of, formats
 
 KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype")
 
@@ -123,7 +123,33 @@ def resolve_formats(
             resolved[f"{prefix}.{suffix}"] = TensorRule(part.shape, part.dtypes, rule.role)
         if stored.ACTIVATIONS != "none":
             resolved[f"{prefix}.{INPUT_SCALE}"] = TensorRule((), ("F32",), rule.role, optional=True)
+            if not _is_routed(name):
+                resolved |= _beside(prefix, rule, found)
     return resolved
+
+
+def _is_routed(name: str) -> bool:
+    """Whether a tensor is of a routed expert. Those of a layer are inputs of one op, which takes weights only."""
+    return ".experts." in name
+
+
+def _beside(prefix: str, rule: TensorRule, found: Mapping[str, TensorInfo]) -> dict[str, TensorRule]:
+    """What may lie beside a quantized weight: smoothing, and both factors of a low-rank term or neither."""
+    rows, columns = rule.shape
+    plain: tuple[str, ...] = formats()["plain"].DTYPES
+    rules = {f"{prefix}.{SMOOTHING}": TensorRule((columns,), plain, rule.role, optional=True)}
+    names = [f"{prefix}.{suffix}" for suffix in LOW_RANK]
+    if any(name in found for name in names):
+        rank = _rank([found.get(name) for name in names])
+        for name, shape in zip(names, ((rank, columns), (rows, rank)), strict=True):
+            rules[name] = TensorRule(shape, plain, f"{rule.role}.low_rank")
+    return rules
+
+
+def _rank(factors: Iterable[TensorInfo | None]) -> int:
+    """The rank that the first of A ``[r, K]`` and B ``[N, r]`` has; the other is measured by it."""
+    shapes = [(axis, info.shape) for axis, info in enumerate(factors) if info and len(info.shape) == 2]
+    return next((shape[axis] for axis, shape in shapes if shape[axis] > 0), 1)
 
 
 def reconcile(checkpoint: Checkpoint, expected: Mapping[str, TensorRule]) -> Ledger:
@@ -179,7 +205,9 @@ def _collapsed(details: Iterable[Discrepancy]) -> list[str]:
 
 
 def _hint(missing: list[str], unexpected: list[str]) -> str:
-    """What probably happened, if names of the two lists resemble each other."""
+    """What probably happened, if names of the two lists resemble each other or say it themselves."""
+    if any(_is_routed(n) and n.endswith((SMOOTHING, *LOW_RANK)) for n in unexpected):
+        return "Routed experts have neither smoothing nor low-rank terms: quantize them without."
     if not missing or not unexpected:
         return ""
     prefix = _renamed_prefix(missing, unexpected)

@@ -60,7 +60,8 @@ def state_bytes(specs: Iterable[StateSpec], *, slots: int = 1, pending: int = 0,
 def stays_pending(tokens: int, pending: int) -> bool:
     """Whether the new tokens of a row stay pending, for the next step to commit as many of them as are accepted.
 
-    A single one has no draft behind it, so that nothing can reject it; more than there is room for are part of a prompt.
+    A single one has no draft behind it, so that nothing can reject it; more than there is room for are part of
+    a prompt.
 
     Args:
         tokens: New tokens of the row.

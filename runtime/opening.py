@@ -103,10 +103,11 @@ def _speculation(
     files: EngineFiles, kind: SpeculatorKind, most: int, options: Options
 ) -> tuple[Session, Speculation]:
     features = {kind.features: True} if kind.features else {}
-    session = files.session("target", pending=most + 1, **features)
+    session = files.in_turn(drafter=False).session("target", pending=most + 1, **features)
     controller = DraftLengthController(most) if options.draft_length is None else None
+    speculator = kind.open(files.in_turn(drafter=True))
     speculation = Speculation(
-        kind.open(files), most, session.slots, controller=controller, drafting=options.drafting
+        speculator, most, session.slots, controller=controller, drafting=options.drafting
     )
     return session, speculation
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from nemo_build import __version__
 from nemo_build.cli import cli
 
-VERBS = ["build", "chat", "demo", "doctor", "export", "generate", "inspect", "quantize"]
+VERBS = ["bench", "build", "chat", "demo", "doctor", "export", "generate", "inspect", "quantize"]
 
 
 def run(*arguments: object, **kwargs):

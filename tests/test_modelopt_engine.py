@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
 from nemo_build.cli import cli
 from nemo_build.demo import CHECKPOINT
@@ -28,32 +27,19 @@ from nemo_build.export.models import expected_tensors
 from nemo_build.export.quantize import modelopt_cpu, modelopt_engine
 from nemo_build.export.quantize.modelopt_engine import quant_config
 from nemo_build.export.quantize.quantizer import QuantizeResult, quantize_checkpoint
-from nemo_build.export.quantize.recipe import Recipe, assign, load_recipe
+from nemo_build.export.quantize.recipe import Assignment, Recipe, assign, load_recipe
 from nemo_build.spec import load_spec
 
-from .mtp_reference import save_with_mtp
-from .quantized import TOKENS, tensors
+from .quantized import EVERY_KIND, TOKENS, make_mtp_source, tensors
 from .tiny import feed
 
 pytestmark = pytest.mark.slow  # importing ModelOpt alone takes seconds, and each job is a process of its own
-
-WIDE = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
-
-
-def make_source(directory: Path, dtype: torch.dtype, **config: Any) -> Path:
-    """A random checkpoint with an MTP module; routers in F32, as transformers keeps them."""
-    save_with_mtp(directory, **{"dtype": dtype, "hybrid_override_pattern": "MEM*E", **WIDE, **config})
-    path = directory / "model.safetensors"
-    stored = load_file(path)
-    routers = {n: t.float() for n, t in stored.items() if ".gate." in n and not n.startswith("mtp.")}
-    save_file({**stored, **routers}, path, metadata={"format": "pt"})
-    return directory
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     """A checkpoint in BF16."""
-    return make_source(tmp_path_factory.mktemp("modelopt") / "checkpoint", torch.bfloat16)
+    return make_mtp_source(tmp_path_factory.mktemp("modelopt") / "checkpoint", torch.bfloat16)
 
 
 def run(source: Path, out: Path, recipe: Recipe, engine: str | None = None, **kwargs: Any) -> QuantizeResult:
@@ -89,7 +75,7 @@ FAKE_QUANT = """
 import json, sys
 import numpy as np, torch
 from transformers import NemotronHForCausalLM
-from nemo_build.export.quantize import modelopt_cpu, modelopt_engine, modelopt_smoothing
+from nemo_build.export.quantize import modelopt_cpu, modelopt_engine, modelopt_lowrank, modelopt_smoothing
 modelopt_cpu.enable()
 source, config, tokens, out = json.load(open(sys.argv[1]))
 model = NemotronHForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -101,23 +87,34 @@ batches = [torch.tensor([t]) for t in tokens]
 modelopt_engine._quantize(model, {"config": config}, batches)
 modelopt_smoothing.fold(model, original.__getitem__)
 from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
-requantize_resmooth_fused_llm_layers(model)  # query, key and value share scales, as in the export
+with modelopt_lowrank.exportable(model):
+    requantize_resmooth_fused_llm_layers(model)  # query, key and value share scales, as in the export
 with torch.no_grad():
     np.savez(out, *[model(b, use_cache=False).logits[0].numpy() for b in batches])
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [("lightning", None), ("nvfp4", None), ("w4a16", None), ("fp8", None), ("nvfp4", "awq_lite")],
+    ("name", "algorithm", "config"),
+    [
+        ("lightning", None, {}),
+        ("nvfp4", None, {}),
+        ("w4a16", None, {}),
+        ("fp8", None, {}),
+        ("nvfp4", "awq_lite", {}),
+        ("nvfp4", "svdquant", {}),
+        ("nvfp4", {"method": "svdquant", "lowrank": 8}, EVERY_KIND),
+        ("w4a16", {"method": "svdquant", "lowrank": 8}, EVERY_KIND),
+    ],
+    ids=str,
 )
-def test_quantized_forward_equals_fake_quantization(tmp_path, name, algorithm):
+def test_quantized_forward_equals_fake_quantization(tmp_path, name, algorithm, config):
     """The exported graph of a quantized checkpoint against ModelOpt's own quantized forward pass.
 
     The checkpoint is in F32: ModelOpt's export divides in the weight's own type, its fake quantization in float32.
     Where inputs are rounded too, a value at a rounding edge may go either way; so the median is judged.
     """
-    source = make_source(tmp_path / "source", torch.float32)
+    source = make_mtp_source(tmp_path / "source", torch.float32, **config)
     recipe = replace(load_recipe(name), algorithm=algorithm)
     run(source, tmp_path / "q", recipe)
     export_bundle(tmp_path / "q", tmp_path / "bundle")
@@ -260,9 +257,7 @@ print(json.dumps([((logits() - want).norm() / want.norm()).item(), changed]))
 
 def test_folded_smoothing_changes_no_function(tmp_path):
     """With rounding switched off, the smoothed model with every kind of layer, and biases, is the original."""
-    biases = {"use_bias": True, "mlp_bias": True, "mamba_proj_bias": True}
-    pattern = {"hybrid_override_pattern": "M*E-", "moe_latent_size": 32, "intermediate_size": 64}
-    source = make_source(tmp_path / "source", torch.float32, **pattern, **biases)
+    source = make_mtp_source(tmp_path / "source", torch.float32, **EVERY_KIND)
     rules = assign(load_recipe("w4a16"), expected_tensors(load_spec(source)))
     job = [str(source), quant_config(rules, "none", "awq_lite"), TOKENS[:2]]
     (tmp_path / "job.json").write_text(json.dumps(job))
@@ -289,25 +284,28 @@ quantize:
 """
 
 
-@pytest.mark.parametrize("algorithm", ["svdquant", "awq_full"])
-def test_algorithms_whose_result_has_no_place(source, tmp_path, algorithm):
-    (tmp_path / "theirs.yaml").write_text(MODELOPT_RECIPE.replace("ALGORITHM", algorithm))
-    ours = replace(load_recipe("w4a16"), algorithm={"method": algorithm})
+def test_algorithms_whose_result_has_no_place(source, tmp_path):
+    (tmp_path / "theirs.yaml").write_text(MODELOPT_RECIPE.replace("ALGORITHM", "awq_full"))
+    ours = replace(load_recipe("w4a16"), algorithm={"method": "awq_full"})
     for recipe in (ours, load_recipe(str(tmp_path / "theirs.yaml"))):
         with pytest.raises(UserError, match="cannot be stored") as caught:
             run(source, tmp_path / "out", recipe)
-        assert caught.value.problems[0].startswith(algorithm)
+        assert caught.value.problems[0].startswith("awq_full")
 
 
 def test_smoothing_goes_with_no_other_algorithm():
     modelopt_engine._require_storable("awq_lite")
     modelopt_engine._require_storable([{"method": "max"}, None])
     with pytest.raises(UserError) as caught:
-        modelopt_engine._require_storable([{"method": "awq_lite"}, "gptq", "svdquant"])
-    assert [problem.split()[0] for problem in caught.value.problems] == ["svdquant", "awq_lite"]
+        modelopt_engine._require_storable([{"method": "awq_lite"}, "awq_full", "svdquant"])
+    assert [problem.split()[0] for problem in caught.value.problems] == ["awq_full", "awq_lite", "svdquant"]
+    four_over_six = {"lm_head": Assignment("nvfp4", True, False)}
+    quant_config(four_over_six, "none", "gptq")
+    with pytest.raises(UserError, match="awq_lite has no four-over-six"):
+        quant_config(four_over_six, "none", {"method": "awq_lite"})
 
 
-@pytest.mark.parametrize("algorithm", ["awq_lite", "gptq", "mse"])
+@pytest.mark.parametrize("algorithm", ["awq_lite", "gptq", "mse", "svdquant"])
 def test_algorithms_on_the_demo_checkpoint(tmp_path, algorithm):
     """A recipe file of ModelOpt's, the whole way to generated text."""
     (tmp_path / "recipe.yaml").write_text(MODELOPT_RECIPE.replace("ALGORITHM", algorithm))

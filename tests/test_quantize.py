@@ -214,17 +214,26 @@ def test_cache_that_only_the_configuration_asks_for(source, tmp_path):
 
 
 def test_scale_of_an_input_is_not_ignored(tiny_checkpoint, tmp_path):
-    """What ModelOpt stores for smoothing that was not folded would change the model; export refuses it."""
+    """Smoothing that ModelOpt did not fold is computed beside a quantized weight, and refused beside another."""
     from safetensors.torch import load_file, save_file
 
     run(tiny_checkpoint, tmp_path / "q", "fp8")
     path = tmp_path / "q" / "model.safetensors"
     stored = load_file(path)
-    stored["backbone.layers.0.mixer.in_proj.pre_quant_scale"] = stored[
-        "backbone.layers.0.norm.weight"
-    ].clone()
-    save_file(stored, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"in_proj\.pre_quant_scale"):
+    norm, scale = stored["backbone.layers.0.norm.weight"], stored["backbone.layers.2.norm.weight"]
+    logits = []
+    for name, changed in (
+        ("stored", {"backbone.layers.0.mixer.in_proj.pre_quant_scale": scale.clone()}),
+        ("folded", {"backbone.layers.0.norm.weight": norm * scale}),
+    ):
+        save_file({**stored, **changed}, path, metadata={"format": "pt"})
+        export_bundle(tmp_path / "q", tmp_path / name)
+        session = OrtSession(tmp_path / name / "target.onnx", slots=1, context=64)
+        logits.append(feed(session, {0: TOKENS[0]}, {})[0])
+    error = np.linalg.norm(logits[0] - logits[1], axis=-1) / np.linalg.norm(logits[0], axis=-1)
+    assert np.median(error) < 1e-4  # a value at a rounding edge may go either way
+    save_file({**stored, "lm_head.pre_quant_scale": scale.clone()}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unexpected: lm_head\.pre_quant_scale"):
         export_bundle(tmp_path / "q", tmp_path / "bundle")
 
 

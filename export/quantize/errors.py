@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the stored weights of a quantized checkpoint are from their originals."""
+"""How far the stored weights of a quantized checkpoint are from their originals.
+
+A low-rank term beside a weight and the smoothing of its input are part of it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from numpy.typing import NDArray
 from nemo_build.export.checkpoint import Checkpoint, TensorInfo
 from nemo_build.export.quantize.recipe import Assignment
 from nemo_build.export.quantize.streaming import DTYPES
-from nemo_build.plugins.formats import formats
+from nemo_build.plugins.formats import LOW_RANK, SMOOTHING, formats
 
 SAMPLED_ROWS = 64
 
@@ -67,7 +70,13 @@ def _error(original: Checkpoint, quantized: Checkpoint, module: str, assignment:
     for suffix, part in formats()[assignment.format].parts((0, 0)).items():
         stored = _rows(quantized, f"{module}.{suffix}")
         parts.append(stored if part.shape == () else stored[sample])
-    difference = formats()[assignment.format].decode(*parts) - want
+    weight = formats()[assignment.format].decode(*parts)
+    if assignment.rank:
+        a, b = (_rows(quantized, f"{module}.{factor}").astype(np.float32) for factor in LOW_RANK)
+        weight = weight + b[sample] @ a
+    if f"{module}.{SMOOTHING}" in quantized.tensors:
+        weight = weight * _rows(quantized, f"{module}.{SMOOTHING}").astype(np.float32)
+    difference = weight - want
     noise = float(np.square(difference, dtype=np.float64).mean())
     signal = float(np.square(want, dtype=np.float64).mean())
     sqnr = 10 * math.log10(signal / noise) if noise and signal else None

@@ -14,12 +14,16 @@ import nemo_build
 from nemo_build.export.quantize.recipe import Assignment
 
 _GROUP_SIZE = 16
+_LOW_RANK_FLAGS = ("has_zero_point", "pre_quant_scale", "lora_rank")
 
 
 def algorithm(assignment: Assignment) -> dict[str, Any]:
-    """ModelOpt's name for how a module is stored."""
+    """ModelOpt's name for how a module is stored. It has one for low-rank terms, whether inputs are rounded or not."""
     if assignment.format == "fp8":
         return {"quant_algo": "FP8"}
+    if assignment.rank:
+        flags = {"has_zero_point": False, "pre_quant_scale": True, "lora_rank": assignment.rank}
+        return {"quant_algo": "NVFP4_SVD", "group_size": _GROUP_SIZE, **flags}
     name = "NVFP4" if assignment.activations else "W4A16_NVFP4"
     return {"quant_algo": name, "group_size": _GROUP_SIZE}
 
@@ -55,14 +59,13 @@ def quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
     layers: Mapping[str, Mapping[str, Any]] | None = details.get("quantized_layers")
     out: dict[str, Any] = {}
     if layers is None:
-        group = _group(details["quant_algo"], details.get("group_size"))
-        out["config_groups"] = {"group_0": {**group, "targets": ["Linear"]}}
+        out["config_groups"] = {"group_0": {**_group(details), "targets": ["Linear"]}}
     else:
         kinds: dict[tuple[tuple[str, Any], ...], list[str]] = {}
         for name, layer in layers.items():
             kinds.setdefault(tuple(sorted(layer.items())), []).append(name)
         out["config_groups"] = {
-            f"group_{i}": {**_group(**_arguments(dict(kind))), "targets": sorted(names)}
+            f"group_{i}": {**_group(dict(kind)), "targets": sorted(names)}
             for i, (kind, names) in enumerate(kinds.items())
         }
         out["quantized_layers"] = dict(layers)
@@ -73,17 +76,15 @@ def quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**out, "producer": config["producer"], "quant_method": "modelopt"}
 
 
-def _arguments(kind: dict[str, Any]) -> dict[str, Any]:
-    return {"quant_algo": kind["quant_algo"], "group_size": kind.get("group_size")}
-
-
-def _group(quant_algo: str, group_size: int | None) -> dict[str, Any]:
-    """One entry of ``config_groups``."""
-    number = {"dynamic": False, "num_bits": 8 if quant_algo == "FP8" else 4, "type": "float"}
-    if group_size is not None:
-        number["group_size"] = group_size
-    weights = {"weights": dict(number)}
-    return weights if quant_algo == "W4A16_NVFP4" else {"input_activations": dict(number), **weights}
+def _group(details: Mapping[str, Any]) -> dict[str, Any]:
+    """One entry of ``config_groups``, from what :func:`algorithm` says."""
+    number = {"dynamic": False, "num_bits": 8 if details["quant_algo"] == "FP8" else 4, "type": "float"}
+    if "group_size" in details:
+        number["group_size"] = details["group_size"]
+    group: dict[str, Any] = {"input_activations": dict(number), "weights": dict(number)}
+    if details["quant_algo"] == "W4A16_NVFP4":
+        del group["input_activations"]
+    return group | {flag: details[flag] for flag in _LOW_RANK_FLAGS if flag in details}
 
 
 def _summarise(kept: Iterable[str], quantized: Collection[str]) -> list[str]:

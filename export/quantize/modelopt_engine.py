@@ -43,13 +43,17 @@ _SEARCH = {
 }
 
 _NOT_STORED = {
-    "svdquant": "svdquant stores two more matrices with each weight, which export does not read",
     "awq_full": "awq_full clips the weights as they are smoothed, and the clipping is lost where that is folded; "
     "awq_lite and awq_clip can be stored",
 }
 """Algorithms of ModelOpt's whose result the layout has no place for, and why."""
 
-_SMOOTHING = ("awq_lite", "smoothquant")
+_ALONE = {
+    "awq_lite": "it is folded into the original weights",
+    "smoothquant": "it is folded into the original weights",
+    "svdquant": "no other knows of its low-rank terms",
+}
+"""Algorithms that smooth inputs, and why each goes with no other."""
 
 _REFUSAL = "refusal.json"
 
@@ -65,7 +69,8 @@ def quant_config(
         algorithm: ModelOpt's calibration algorithm; ``None`` for the plain one, or the search if there is one.
 
     Raises:
-        UserError: The scales of some projections are to be searched and of others not; ModelOpt does one of both.
+        UserError: The scales of some projections are to be searched and of others not, where ModelOpt does one of
+            both; or the algorithm does not go with a search.
     """
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for name, a in assignments.items():
@@ -80,6 +85,11 @@ def quant_config(
     searched = {a.search for a in assignments.values()}
     if algorithm is None and len(searched) > 1:
         raise UserError("ModelOpt searches the scales of all projections or of none; the recipe has both.")
+    method = algorithm.get("method") if isinstance(algorithm, Mapping) else algorithm
+    if method in _ALONE and any(a.search and a.format == "nvfp4" for a in assignments.values()):
+        raise UserError(
+            f"ModelOpt's {method} has no four-over-six.", hint="Say `weights: nvfp4` in the recipe."
+        )
     if algorithm is None:
         algorithm = _SEARCH if searched == {True} else "max"
     return {"quant_cfg": entries, "algorithm": algorithm}
@@ -144,7 +154,7 @@ def _main(job_file: Path) -> None:
     import torch
     from transformers import NemotronHForCausalLM
 
-    from nemo_build.export.quantize import modelopt_cpu, modelopt_smoothing
+    from nemo_build.export.quantize import modelopt_cpu, modelopt_lowrank, modelopt_smoothing
 
     job = json.loads(job_file.read_text(encoding="utf-8"))
     modelopt_cpu.enable()  # the model stays on the CPU, on a machine with a GPU too
@@ -162,7 +172,8 @@ def _main(job_file: Path) -> None:
     _quantize(model, job, [torch.tensor([tokens], device=model.device) for tokens in job["sequences"]])
     modelopt_smoothing.fold(model, lambda name: _tensor(source, name.replace("model.", "backbone.", 1)))
     mtp = {name: _tensor(source, name) for name in source.tensors if name.startswith("mtp.")}
-    export_hf_checkpoint(model, export_dir=job_file.parent, extra_state_dict=mtp)
+    with modelopt_lowrank.exportable(model):
+        export_hf_checkpoint(model, export_dir=job_file.parent, extra_state_dict=mtp)
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Any:
@@ -188,9 +199,9 @@ def _require_storable(algorithm: Any) -> None:
     problems = [_NOT_STORED[method] for method in methods if method in _NOT_STORED]
     if len(methods) > 1:
         problems += [
-            f"{method} is folded into the original weights, so no other algorithm can go with it"
+            f"{method} goes with no other algorithm: {_ALONE[method]}"
             for method in methods
-            if method in _SMOOTHING
+            if method in _ALONE
         ]
     if problems:
         raise UserError("What the recipe's algorithm gives cannot be stored:", problems)
@@ -200,6 +211,8 @@ def _quantize(model: Any, job: Mapping[str, Any], batches: Sequence[Any]) -> Non
     """Quantize the model in place, as the job says."""
     import modelopt.torch.quantization as mtq
     import torch
+
+    from nemo_build.export.quantize import modelopt_lowrank
 
     def forward(module: Any) -> None:
         with torch.no_grad():
@@ -217,7 +230,9 @@ def _quantize(model: Any, job: Mapping[str, Any], batches: Sequence[Any]) -> Non
             method="kl_div",
         )
         return
-    mtq.quantize(model, _configuration(job), forward_loop=forward)
+    config = _configuration(job)
+    mtq.quantize(model, {**config, "algorithm": None})  # the quantizers alone
+    mtq.calibrate(model, modelopt_lowrank.restricted(model, config["algorithm"]), forward_loop=forward)
 
 
 def _format_config(numerics: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 
 AWQ multiplies each channel of a projection's input by a scale and divides the weight's column by it, so that columns
 with large inputs lose less to rounding. ModelOpt 0.47 fails to export such scales of this architecture, and folds them
-into other weights for other architectures only. So they are folded here, before the export, wherever that leaves the
-model's function as it is:
+into other weights for other architectures only. Folded they cost nothing at run time, so that is done here, before the
+export, wherever it leaves the model's function as it is:
 
 - into the weight of a norm whose output nothing but the smoothed projections reads: that of a Mamba, attention or
   MLP layer, and the gated norm in front of a Mamba layer's last projection. Query, key and value share one scale;
@@ -22,19 +22,23 @@ from typing import Any
 
 import torch
 
+from nemo_build.plugins.formats import LOW_RANK
+
 
 @torch.no_grad()
 def fold(model: Any, original: Callable[[str], torch.Tensor]) -> None:
     """Fold or undo the smoothing of every projection; afterwards no input has a scale for its channels.
 
     Args:
-        model: The model, after ``mtq.quantize``. One that is not smoothed is left as it is.
+        model: The model, after ``mtq.quantize``. One that is not smoothed is left as it is, and so is a projection
+            with a low-rank term: its smoothing is stored (:mod:`~nemo_build.export.quantize.modelopt_lowrank`).
         original: Gives a weight as it was, by its name in the model.
     """
     smoothed = {
         name: module.input_quantizer.pre_quant_scale.float().squeeze()
         for name, module in model.named_modules()
         if hasattr(getattr(module, "input_quantizer", None), "_pre_quant_scale")
+        and getattr(module.weight_quantizer, LOW_RANK[0], None) is None
     }
     scales = {name: torch.ones_like(scale) for name, scale in smoothed.items()}
     for norm, readers in _norms(model):

@@ -34,7 +34,7 @@ from nemo_build.export.quantize.recipe import Assignment, Recipe, assign
 from nemo_build.export.quantize.streaming import DTYPES, ShardJob, largest, run_jobs
 from nemo_build.export.safetensors_header import read_header
 from nemo_build.plugins.codecs import fp8, nvfp4
-from nemo_build.plugins.formats import INPUT_SCALE, format_of
+from nemo_build.plugins.formats import INPUT_SCALE, LOW_RANK, format_of
 from nemo_build.spec import ModelSpec, load_spec
 
 Engine = Literal["streaming", "modelopt"]
@@ -200,7 +200,9 @@ def _run_modelopt(job: _Job) -> dict[str, Assignment]:
                 f"ModelOpt stored {name} as {info.dtype}, a format that this version does not have."
             )
         search = module in job.assignments and job.assignments[module].search
-        found[module] = Assignment(stored.NAME, search, f"{module}.{INPUT_SCALE}" in written)
+        low_rank = written.get(f"{module}.{LOW_RANK[0]}")
+        rank = low_rank.shape[0] if low_rank else 0
+        found[module] = Assignment(stored.NAME, search, f"{module}.{INPUT_SCALE}" in written, rank)
     if not found:
         raise UserError(f"The recipe {job.recipe.name} quantizes no projection.")
     return found

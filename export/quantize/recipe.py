@@ -109,11 +109,19 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Assignment:
-    """How one projection is to be stored."""
+    """How one projection is stored.
+
+    Attributes:
+        format: Stored format.
+        search: Whether its scales are searched.
+        activations: Whether its input is rounded too.
+        rank: Rank of the low-rank term beside it; 0 for none. ModelOpt's calibration gives it, not a rule.
+    """
 
     format: str
     search: bool
     activations: bool
+    rank: int = 0
 
 
 def shipped_recipes() -> list[str]:

@@ -52,6 +52,7 @@ def build_report(
                 "format": a.format,
                 "search": a.search,
                 "activations": a.activations,
+                "low_rank": a.rank,
                 "rmse": errors[module].rmse,
                 "sqnr_db": errors[module].sqnr,
             }

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from nemo_build.runtime.speculation.acceptance import Acceptance
     from nemo_build.runtime.params import SamplingParams
+    from nemo_build.runtime.speculation.acceptance import Acceptance
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -55,7 +55,8 @@ def speculation_options(function: _Command) -> _Command:
             default="none",
             show_default=True,
             metavar="NAME",
-            help="Where drafts come from: mtp, dflash, dspark, ngram, none. The text is the same.",
+            help="Where drafts come from: mtp, dflash, dspark, ngram, none; auto: the first of dspark, dflash, mtp, "
+            "ngram that the engine has. The text is the same.",
         ),
     ):
         function = option(function)

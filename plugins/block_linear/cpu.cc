@@ -26,7 +26,7 @@ struct BlockLinear {
 
     const std::vector<int64_t> tokens = valid_rows(x, lengths);
     Inputs inputs = projection.inputs(static_cast<int64_t>(tokens.size()));
-    each_token(context, tokens.size(), [&](int64_t i) {
+    each_token(context, tokens.size(), kRoundingCost * projection.columns(), [&](int64_t i) {
       projection.set(inputs, i, x.floats() + tokens[i] * projection.columns());
     });
     int64_t dims[kMaxRank];
@@ -37,7 +37,7 @@ struct BlockLinear {
     // A block of tokens at a time for all panels, so that the tokens stay in the cache.
     for (int64_t from = 0; from < static_cast<int64_t>(tokens.size()); from += Projection::kTokenBlock) {
       const int64_t count = std::min<int64_t>(Projection::kTokenBlock, tokens.size() - from);
-      context.parallel(projection.tasks(), [&](size_t task) {
+      context.parallel(projection.tasks(), projection.cost(count), [&](size_t task) {
         projection.run_task(task, inputs, from, count, [&](int64_t i, int64_t row, int64_t rows, const float* values) {
           float* to = y.mutable_floats() + tokens[from + i] * projection.rows() + row;
           std::memcpy(to, values, rows * sizeof(float));

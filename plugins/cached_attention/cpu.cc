@@ -81,10 +81,11 @@ struct CachedAttention {
   void compute(Context& context) {
     const Step step = prepare(context);
     const int64_t parts = (step.steps + kTokens - 1) / kTokens;
-    context.parallel(step.batch * parts, [&](size_t task) { write_cache(step, task / parts, task % parts); });
+    context.parallel(step.batch * parts, step.batch * step.steps * step.heads * step.head_dim,
+                     [&](size_t task) { write_cache(step, task / parts, task % parts); });
     const std::vector<Block> blocks = blocks_of(step);
     if (blocks.size() >= kFewBlocks) {
-      context.parallel(blocks.size(), [&](size_t task) { run(step, blocks[task]); });
+      context.parallel(blocks.size(), cost_of(step, blocks), [&](size_t task) { run(step, blocks[task]); });
     } else {
       run_divided(context, step, blocks);
     }
@@ -191,6 +192,12 @@ struct CachedAttention {
            std::min(block.end, (span + 1) * kSpan), scratch.scores, result);
   }
 
+  static int64_t cost_of(const Step& step, const std::vector<Block>& blocks) {
+    int64_t cost = 0;
+    for (const Block& block : blocks) cost += (block.end - block.first) * block.lanes() * step.head_dim * 2;
+    return cost;
+  }
+
   void run(const Step& step, const Block& block) const {
     Scratch& scratch = Scratch::of(step);
     const Queries queries = queries_of(step, block, scratch);
@@ -220,14 +227,14 @@ struct CachedAttention {
     }
     const std::unique_ptr<float[]> memory(new float[size]);
     const auto result = [&](const Piece& piece) { return Result(memory.get() + piece.at, piece.block->lanes()); };
-    context.parallel(pieces.size(), [&](size_t task) {
+    context.parallel(pieces.size(), cost_of(step, blocks), [&](size_t task) {
       const Piece& piece = pieces[task];
       Scratch& scratch = Scratch::of(step);
       const Queries queries = queries_of(step, *piece.block, scratch);
       Result into = result(piece);
       attend_span(step, *piece.block, queries, piece.span, scratch, into);
     });
-    context.parallel(blocks.size(), [&](size_t task) {
+    context.parallel(blocks.size(), pieces.size() * kLanes * step.head_dim, [&](size_t task) {
       const Piece* piece = pieces.data() + first_pieces[task];
       Result total = result(*piece);
       for (int64_t i = 1; i < blocks[task].spans(); ++i) {

@@ -32,7 +32,7 @@ struct CausalConv1d {
     require_rows("CausalConv1d", {slots, lengths, accepted, batch, steps, state.dims[0], ring});
     const Tensor y = context.output(0, x.dims, 3), next = context.state_output(1, state);
     const int64_t tiles = (channels + kTile - 1) / kTile;
-    context.parallel(batch * tiles, [&](size_t task) {
+    context.parallel(batch * tiles, batch * steps * channels * taps, [&](size_t task) {
       const int64_t row = task / tiles, n = lengths[row];
       if (n == 0) return;
       const int64_t from = (task % tiles) * kTile, to = std::min(from + kTile, channels);

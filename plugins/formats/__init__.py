@@ -28,6 +28,15 @@ from nemo_build.plugins.formats import activations
 INPUT_SCALE = "input_scale"
 """Suffix of the activation scale; a float32 scalar."""
 
+SMOOTHING = "pre_quant_scale"
+"""Suffix of what the channels of a projection's input are multiplied by before all else ``[K]`` (arXiv:2306.00978)."""
+
+LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
+"""Suffixes of A ``[r, K]`` and B ``[N, r]``, whose ``B (A x)`` is added to what a weight gives (arXiv:2411.05007).
+
+These tensors are plain, and may lie beside a weight in any other format; ``x`` is smoothed and not rounded.
+"""
+
 ACTIVATIONS: Mapping[str, Callable[[str, str, str, str], str]] = {
     "none": activations.none,
     "fp8": activations.fp8,

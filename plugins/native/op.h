@@ -87,6 +87,9 @@ class Node {
   const abi::KernelInfo* info_;
 };
 
+// Multiplications of vectors that take a few microseconds, which waking threads and waiting for them takes too.
+constexpr int64_t kWorthThreads = 1 << 18;
+
 class Context {
  public:
   Context(abi::Api api, abi::KernelContext* context) : api_(api), context_(context) {}
@@ -98,11 +101,14 @@ class Context {
   // An output of the shape of `like` that starts as a copy of it; free if the caller bound both to one buffer.
   Tensor state_output(size_t i, const Tensor& like) const;
 
-  // Runs work(0) .. work(tasks - 1) on the session's threads, in any order, and waits for them.
+  // Runs work(0) .. work(tasks - 1) in any order: on the session's threads, and waits for them; or here, if the cost of all
+  // tasks together, in multiplications or the like, is less than that of waiting.
   template <class Work>
-  void parallel(size_t tasks, const Work& work) const {
-    if (tasks == 0) return;
-    if (tasks == 1) return work(size_t{0});
+  void parallel(size_t tasks, int64_t cost, const Work& work) const {
+    if (tasks <= 1 || cost < kWorthThreads) {
+      for (size_t i = 0; i < tasks; ++i) work(i);
+      return;
+    }
     run_parallel([](void* user, size_t i) { (*static_cast<const Work*>(user))(i); }, tasks,
                  const_cast<Work*>(&work));
   }

@@ -44,6 +44,9 @@ class Projection {
   int64_t task_panels() const { return std::max<int64_t>(1, kTaskBytes / panel_bytes_); }
   int64_t tasks() const { return (panels_of(rows()) + task_panels() - 1) / task_panels(); }
 
+  // Of multiplying with so many inputs; reading a weight counts for one.
+  int64_t cost(int64_t inputs) const { return rows() * columns() * (inputs + 1); }
+
   // Multiplies the panels of a task with inputs from .. from + count - 1 and calls
   // sink(i, first output row, how many, values) for each panel and each input from + i.
   template <class Sink>
@@ -152,15 +155,14 @@ inline std::vector<int64_t> valid_rows(const Tensor& x, const Tensor& lengths) {
   return rows;
 }
 
-// Runs work(i) for every token, on the session's threads where it is worth it.
+// Of an element that inputs are rounded from.
+constexpr int64_t kRoundingCost = 4;
+
+// Runs work(i), of some cost, for every token.
 template <class Work>
-void each_token(const Context& context, size_t tokens, const Work& work) {
+void each_token(const Context& context, size_t tokens, int64_t cost, const Work& work) {
   constexpr size_t kGroup = 8;
-  if (tokens <= kGroup) {
-    for (size_t i = 0; i < tokens; ++i) work(static_cast<int64_t>(i));
-    return;
-  }
-  context.parallel((tokens + kGroup - 1) / kGroup, [&](size_t task) {
+  context.parallel((tokens + kGroup - 1) / kGroup, tokens * cost, [&](size_t task) {
     const size_t last = std::min(tokens, (task + 1) * kGroup);
     for (size_t i = task * kGroup; i < last; ++i) work(static_cast<int64_t>(i));
   });

@@ -85,7 +85,7 @@ struct RoutedExperts {
     }
 
     Inputs outer = up.front().inputs(count);
-    each_token(context, count, [&](int64_t i) {
+    each_token(context, count, kRoundingCost * width, [&](int64_t i) {
       up[group_of[i]].set(outer, i, x.floats() + tokens[pairs.order[i] / top_k] * width);
     });
     std::unique_ptr<float[]> hidden(new float[count * inner]);
@@ -97,12 +97,14 @@ struct RoutedExperts {
       }
     });
     Inputs middle = down.front().inputs(count);
-    each_token(context, count, [&](int64_t i) { down[group_of[i]].set(middle, i, hidden.get() + i * inner); });
+    each_token(context, count, kRoundingCost * inner, [&](int64_t i) {
+      down[group_of[i]].set(middle, i, hidden.get() + i * inner);
+    });
     std::unique_ptr<float[]> results(new float[count * width]);
     run(context, pairs, down, middle, [&](int64_t i, int64_t row, int64_t rows, const float* values) {
       std::memcpy(results.get() + i * width + row, values, rows * sizeof(float));
     });
-    each_token(context, tokens.size(), [&](int64_t i) {
+    each_token(context, tokens.size(), top_k * width, [&](int64_t i) {
       float* to = y.mutable_floats() + tokens[i] * width;
       std::fill_n(to, width, 0.0f);
       for (int64_t j = 0; j < top_k; ++j) {
@@ -118,7 +120,9 @@ struct RoutedExperts {
   static void run(const Context& context, const Pairs& pairs, const std::vector<Projection>& projections,
                   const Inputs& inputs, const Sink& sink) {
     const int64_t tasks = projections.front().tasks();
-    context.parallel(tasks * pairs.groups.size(), [&](size_t task) {
+    int64_t cost = 0;
+    for (const Group& group : pairs.groups) cost += projections.front().cost(group.count);
+    context.parallel(tasks * pairs.groups.size(), cost, [&](size_t task) {
       const Group& group = pairs.groups[task / tasks];
       projections[task / tasks].run_task(
           task % tasks, inputs, group.first, group.count,

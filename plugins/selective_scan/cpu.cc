@@ -128,7 +128,10 @@ struct SelectiveScan {
     // Constants of the graph, as these should be, were read when the session was made.
     step.parameters = parameters_.a.empty() ? &step.now : &parameters_;
     const int64_t per_group = s.heads / s.groups, parts = (per_group + kHeads - 1) / kHeads, tasks = s.groups * parts;
-    context.parallel(s.batch * tasks, [&](size_t task) {
+    int64_t tokens = 0;
+    for (int64_t row = 0; row < s.batch; ++row) tokens += step.lengths[row] + step.accepted[row];
+    const int64_t cost = 3 * tokens * s.inner() * s.width;
+    context.parallel(s.batch * tasks, cost, [&](size_t task) {
       const int64_t group = task % tasks / parts * per_group, part = task % parts * kHeads;
       run(step, task / tasks, group + part, group + std::min(part + kHeads, per_group));
     });

@@ -12,7 +12,8 @@ OP = Op(
         "A slot holds the committed state and a ring of K pending tokens (x | B | d). A step first advances the "
         "state over the `accepted` pending tokens, then computes the new tokens. A row with 2 to K new tokens "
         "leaves them pending, so that the next step can commit any number of them; a single one, behind "
-        "which there is no draft, and more than K are committed at once. A row whose `past` equals `accepted` starts from a zero state."
+        "which there is no draft, and more than K are committed at once. A row whose `past` equals `accepted` "
+        "starts from a zero state."
     ),
     types={"T": FLOATS, "W": FLOATS, "I": INDEX},
     inputs=(

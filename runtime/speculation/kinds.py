@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ ADAPTIVE_DRAFTS = 7
 """The same where the length is chosen from step to step."""
 
 
+_SMALL = 64 << 20
+"""Bytes of weights below which a drafter's part of them lies in a core's cache."""
+
+
 @dataclass(frozen=True)
 class EngineFiles:
     """An engine that is being opened: its directory, its manifest, and the sizes of its sessions."""
@@ -31,6 +35,19 @@ class EngineFiles:
     directory: Path
     manifest: Mapping[str, Any]
     sizes: Mapping[str, int]
+
+    def in_turn(self, *, drafter: bool) -> EngineFiles:
+        """The same for graphs that run in turn, which must not get into each other's way.
+
+        The threads of a graph that is done go on looking for work for a while, on the cores that the next graph needs.
+        Where weights have to be read from memory they are told to stop; a small drafter needs none but its own.
+
+        Args:
+            drafter: Whether it is for the drafter's graphs, and not for the target.
+        """
+        if self.manifest["plan"]["weights_file"] >= _SMALL:
+            return replace(self, sizes={**self.sizes, "yields": True})
+        return replace(self, sizes={**self.sizes, "threads": 1}) if drafter else self
 
     def session(self, graph: str, **options: Any) -> Any:
         """Open a step graph."""
@@ -74,16 +91,16 @@ def _open_block(kind: str, files: EngineFiles) -> Speculator:
 
 
 SPECULATORS: Mapping[str, SpeculatorKind] = {
-    "mtp": SpeculatorKind(("mtp",), "hidden", _open_mtp),
-    "dflash": SpeculatorKind(("dflash_context", "dflash"), "taps", partial(_open_block, "dflash")),
     "dspark": SpeculatorKind(("dspark_context", "dspark"), "taps", partial(_open_block, "dspark")),
+    "dflash": SpeculatorKind(("dflash_context", "dflash"), "taps", partial(_open_block, "dflash")),
+    "mtp": SpeculatorKind(("mtp",), "hidden", _open_mtp),
     "ngram": SpeculatorKind((), None, _open_lookup),
 }
-"""All speculators by name."""
+"""All speculators by name; ``auto`` is the first that an engine has the graphs for."""
 
 
 def speculator_kind(name: str, draft_length: int | None, graphs: Mapping[str, Any]) -> SpeculatorKind | None:
-    """The speculator of this name; None for ``none``.
+    """The speculator of this name; the first there can be for ``auto``, None for ``none``.
 
     Raises:
         RequestError: There is none, the draft length makes no sense, or the engine lacks a graph it needs.
@@ -92,12 +109,16 @@ def speculator_kind(name: str, draft_length: int | None, graphs: Mapping[str, An
         raise RequestError(f"The draft length is {draft_length}; it must be 1 to {MOST_DRAFTS}.")
     if name == "none":
         return None
+    have = [n for n, k in SPECULATORS.items() if all(g in graphs for g in k.graphs)]
+    if name == "auto":
+        name = have[0]
     if name not in SPECULATORS:
-        raise RequestError(f"There is no speculator {name!r}; there are {', '.join(SPECULATORS)} and none.")
+        raise RequestError(
+            f"There is no speculator {name!r}; there are {', '.join(SPECULATORS)}, auto and none."
+        )
     kind = SPECULATORS[name]
     missing = [g for g in kind.graphs if g not in graphs]
     if missing:
-        have = [n for n, k in SPECULATORS.items() if all(g in graphs for g in k.graphs)]
         raise RequestError(
             f"The engine cannot speculate with {name}: it has no graph {', '.join(missing)}.",
             hint=f"It can speculate with: {', '.join(have)}.",

@@ -30,11 +30,17 @@ _DECAY, _PROBE_DECAY = 0.98, 0.9
 _DECISION_INTERVAL = 4
 """Steps for which a decision holds, unless a cost is measured for the first time."""
 
+_LEAST_GAIN = 0.05
+"""What drafts must promise over plain decoding to be made at all: what is not sure to gain is not to lose."""
+
+_PROBE_STEPS = 2
+"""Steps of a probe from 0: in the first the drafter takes in what it has not seen meanwhile, which is no usual cost."""
+
 _PROBE_INTERVAL = 16
 """Fewest steps from one probe to the next."""
 
 _MOST_STEPS_IN_DEBT = 512
-"""The credit for probes stays within what so many steps earn, or owe."""
+"""The credit for probes stays within what so many steps earn, or what as many owe for each step of a probe."""
 
 
 class CostTable:
@@ -65,13 +71,14 @@ class CostTable:
         shift = max(rows.bit_length() - 2, 0)
         return rows >> shift << shift
 
-    def observe(self, rows: int, width: int, seconds: float) -> None:
+    def observe(self, rows: int, width: int, seconds: float, *, usual: bool = True) -> None:
         """Learn how long a step took.
 
         Args:
             rows: Rows of the step, >= 1.
             width: Tokens of each row (the most of any row), >= 1.
             seconds: Its duration, finite and >= 0.
+            usual: Whether it did no more than such steps do; if it did, only the next duration counts.
 
         Raises:
             ValueError: An argument is out of range.
@@ -79,7 +86,7 @@ class CostTable:
         if rows < 1 or width < 1 or not 0 <= seconds < float("inf"):
             raise ValueError(f"a step of {rows} rows and width {width} cannot take {seconds} s")
         key = (self.bucket(rows), width)
-        if key not in self._warm:
+        if key not in self._warm or not usual:
             self._warm.add(key)
             return
         cells = self._cells.setdefault(key[0], {})
@@ -219,7 +226,7 @@ class DraftLengthController:
         target: CostTable | None = None,
         drafter: CostTable | None = None,
         hysteresis: float = 0.02,
-        probe_budget: float = 0.015,
+        probe_budget: float = 0.01,
     ) -> None:
         if max_length < 0:
             raise ValueError(f"max_length is {max_length}; it must be at least 0")
@@ -236,8 +243,10 @@ class DraftLengthController:
         self._last_run = [0] * (max_length + 1)  # step at which each length ran
         self._since_probe = 0
         self._probes = 0
-        # The running probe: its length, and the tokens a second that it forgoes.
+        self._idle = True  # whether nothing was drafted in the last step
+        # The running probe: its length, and the tokens a second that it forgoes; and how many steps it goes on for.
         self._probing: tuple[int, float] | None = None
+        self._probe_steps = 0
 
     def choose(self, rows: int) -> int:
         """How many tokens to draft for each row of the next step, 0 to ``max_length``.
@@ -246,6 +255,8 @@ class DraftLengthController:
             rows: Rows of the step, >= 1.
         """
         rows = CostTable.bucket(rows)
+        if self._probing is not None and self._probe_steps > 0:
+            return self._probing[0]
         self._probing = None
         if self._max_length == 0 or not self._target.is_measured(rows, 1):
             return 0  # what drafts gain is told by comparison with plain decoding
@@ -260,6 +271,12 @@ class DraftLengthController:
     def probing(self) -> bool:
         """Whether the length that :meth:`choose` gave last is one to be tried out."""
         return self._probing is not None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether drafts are known not to pay, and none are to be tried in the next step."""
+        known = self._target.is_measured(max(self._decided[0], 1), 1)
+        return known and self.length == 0 and self._probe_steps <= 0
 
     def price(self, rows: int) -> float:
         """Tokens that a draft must bring to be worth verifying: what it costs the step, in tokens of that time.
@@ -294,10 +311,12 @@ class DraftLengthController:
         self._last_run[longest] = self._steps
         known = self._target.is_measured(rows, longest + 1)
         self._target.observe(rows, longest + 1, seconds)
+        self._probe_steps -= 1
         if longest:
-            self._drafter.observe(rows, longest, draft_seconds)
+            self._drafter.observe(rows, longest, draft_seconds, usual=not self._idle)
             off = self._probing is not None and self.length == 0
             self.acceptance.observe(results, _PROBE_DECAY if off else _DECAY)
+        self._idle = longest == 0
         tokens = 1 + sum(accepted for _, accepted in results) / rows
         self._settle(tokens, seconds + draft_seconds, drafted=longest > 0)
         is_news = not known and self._target.is_measured(rows, longest + 1)
@@ -312,7 +331,9 @@ class DraftLengthController:
     def _decide(self, rows: int) -> None:
         rates = self.acceptance.tokens() / self._costs(rows)
         best = int(np.argmax(rates))
-        if rates[best] > rates[self.length] * (1 + self._hysteresis):
+        if rates[best] < rates[0] * (1 + _LEAST_GAIN):
+            self.length = 0
+        elif rates[best] > rates[self.length] * (1 + self._hysteresis):
             self.length = best
         self._decided = (rows, 0)
 
@@ -329,10 +350,11 @@ class DraftLengthController:
             candidates = [min(self.length + 1, self._max_length - 1), self.length - 1, oldest]
         probe = candidates[self._probes % len(candidates)]
         rate = float(rates[self.length])
-        loss = float(costs[probe] - tokens[probe] / rate)
+        loss = float(costs[probe] - tokens[probe] / rate) * (1 if self.length else _PROBE_STEPS)
         if self._credit < min(loss, self._most_credit(float(costs[0]))):
             return self.length
         self._probing = (probe, rate)
+        self._probe_steps = 1 if self.length else _PROBE_STEPS
         return probe
 
     def _most_credit(self, seconds: float) -> float:
@@ -349,4 +371,4 @@ class DraftLengthController:
                 self._since_probe = 0
                 self._probes += 1
         most = self._most_credit(seconds)
-        self._credit = min(max(self._credit, -most), most)
+        self._credit = min(max(self._credit, -_PROBE_STEPS * most), most)

@@ -45,6 +45,9 @@ class Drafts:
 
 NO_DRAFTS = Drafts([])
 
+_REST = 3
+"""Steps that go by unwatched after each that was, while drafts do not pay: watching costs as well."""
+
 
 class Speculation:
     """Where the drafts of a scheduler come from.
@@ -80,6 +83,7 @@ class Speculation:
         self._controller = controller
         self._rates = RequestRates(slots, draft_length)
         self._seconds = 0.0
+        self._rest = 0  # steps for which nothing is drafted or learnt
 
     def start(self, request: Request, extra: Mapping[str, NDArray[Any]]) -> None:
         """A request has got a slot, whose state is that after ``request.fed`` of its tokens."""
@@ -92,6 +96,8 @@ class Speculation:
 
         There is one :meth:`learn` for each call.
         """
+        if self._rest:
+            return [NO_DRAFTS] * len(requests)
         start = time.perf_counter()
         length = self._most if self._controller is None else self._controller.choose(len(requests))
         length = min(length, most)
@@ -117,9 +123,14 @@ class Speculation:
                 self.acceptance.add(judged, accepted)
         if self._controller is None:
             return
+        if self._rest:
+            self._rest -= 1
+            return
         if any(judged for judged, _ in results):
             self._rates.observe(slots, results)
         self._controller.observe(results, seconds, self._seconds)
+        if self._controller.is_off:
+            self._rest = _REST
 
     def _propose(self, requests: Sequence[Request], length: int) -> list[Drafts]:
         drafts = [NO_DRAFTS] * len(requests)
