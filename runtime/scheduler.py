@@ -151,16 +151,18 @@ class Scheduler:
     def step(self) -> None:
         """Run one step; the requests that get tokens have them in their events.
 
-        A step that fails or is interrupted leaves the state of the requests that run unknown, so it ends them all.
+        A step that fails or is interrupted leaves the state of the requests that run unknown, so it ends them all; and if
+        none ran, those that wait, which it failed to start.
         """
         try:
             self._step()
         except BaseException as error:
-            for request in self._running:
+            for request in self._running or [r for _, _, r in self._waiting]:
                 if isinstance(error, Exception) and not request.finished:
                     request.error = error
-                request.end(FinishReason.CANCELLED)
+                self.cancel(request)
             self._retire(keep=False)
+            self.reap()
             raise
 
     def reap(self) -> None:
@@ -186,8 +188,15 @@ class Scheduler:
             request = self._inbox.popleft()
             self._wait(request)
             if request.scheduling.timeout is not None:
+                self._forget_timeouts()
                 end = request.arrival + request.scheduling.timeout
                 heapq.heappush(self._timeouts, (end, self._added, request))
+
+    def _forget_timeouts(self) -> None:
+        """Let go of requests that have ended long before their time, once they are more than the others."""
+        if len(self._timeouts) > 2 * (len(self._waiting) + len(self._running)) + 64:
+            self._timeouts = [t for t in self._timeouts if not t[2].finished]
+            heapq.heapify(self._timeouts)
 
     def _wait(self, request: Request) -> None:
         self._added += 1

@@ -168,6 +168,14 @@ def test_time_is_over(waits):
         Scheduling(timeout=0)
 
 
+def test_requests_that_have_ended_are_forgotten_long_before_their_time_is_over():
+    scheduler = Scheduler(ToySession(2))
+    for _ in range(300):
+        scheduler.add(request_of([1, 2], SamplingParams(max_tokens=1, temperature=0), timeout=1e9))
+        run(scheduler)
+    assert len(scheduler._timeouts) < 100
+
+
 def test_cancelling_frees_the_slot_within_a_step():
     scheduler = Scheduler(ToySession(1))
     request, other = request_of([1, 2]), request_of([3])
@@ -198,6 +206,19 @@ def test_a_step_that_fails_ends_what_ran_and_the_rest_goes_on():
     run(scheduler)
     assert requests[2].output == alone([2, 2])
     assert scheduler.statistics().free_slots == 2
+
+
+def test_who_cannot_even_be_started_is_told(monkeypatch):
+    session = ToySession(1)
+    cache = PrefixCache(session.states, capacity=1 << 20)
+    scheduler, request = Scheduler(session, cache=cache), request_of([1, 2])
+    monkeypatch.setattr(cache, "restore", lambda *args: 1 / 0)
+    scheduler.add(request)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.step()
+    assert isinstance(request.error, ZeroDivisionError)
+    assert not scheduler.unfinished
+    assert scheduler.statistics().free_slots == 1
 
 
 def test_requests_run_as_far_as_memory_goes():
