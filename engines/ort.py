@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +84,39 @@ class OrtGraph:
             for s in self.states
         }
         self._outputs = self._find_shapes(outputs)
-        self._bound: dict[str, NDArray[Any]] = {}
-        self._binding = self._session.io_binding()
-        for spec in self.states:
-            value = ort.OrtValue.ortvalue_from_numpy(self._state[spec.name])
-            self._binding.bind_ortvalue_input(spec.name, value)
-            self._binding.bind_ortvalue_output(spec.output, value)
+        self._bindings: dict[int, tuple[Any, dict[str, NDArray[Any]]]] = {}  # by the number of outputs
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
+    def _binding(self, outputs: int) -> tuple[Any, dict[str, NDArray[Any]]]:
+        """What is bound to run for so many of the outputs: ONNX Runtime's object, and the inputs by name."""
+        if outputs not in self._bindings:
+            binding = self._session.io_binding()
+            for spec in self.states:
+                value = ort.OrtValue.ortvalue_from_numpy(self._state[spec.name])
+                binding.bind_ortvalue_input(spec.name, value)
+                binding.bind_ortvalue_output(spec.output, value)
+            self._bindings[outputs] = binding, {}
+        return self._bindings[outputs]
+
+    def run(
+        self, inputs: Mapping[str, NDArray[Any]], outputs: int | None = None
+    ) -> dict[str, NDArray[np.float32]]:
         """Run the graph on host arrays, all inputs but the state buffers; the state advances.
 
         An array that was an input of the last run too is not bound again, and may hold other values now.
+
+        Args:
+            inputs: By name.
+            outputs: How many of the outputs are wanted, from the first; ``None``: all.
         """
-        binding, bound = self._binding, self._bound
+        outputs = len(self._outputs) if outputs is None else outputs
+        binding, bound = self._binding(outputs)
         for name, array in inputs.items():
             array = np.ascontiguousarray(array)  # itself, if it is
             if bound.get(name) is not array:
                 binding.bind_cpu_input(name, array)
                 bound[name] = array
         found = {}
-        for name, shape in self._outputs.items():
+        for name, shape in islice(self._outputs.items(), outputs):
             # Ours, as asking the binding for what ONNX Runtime allocated wraps all states and copies what is large.
             found[name] = np.empty(
                 [d if isinstance(d, int) else inputs[d[0]].shape[d[1]] for d in shape], np.float32
@@ -156,5 +170,5 @@ class OrtSession(OrtGraph):
         }
         if batch.hidden_in is not None:
             inputs["hidden_in"] = batch.hidden_in
-        found = self.run(inputs)
+        found = self.run(inputs, 1 if batch.lean else None)
         return StepOutput(found["logits"], found.get("hidden"), found.get("taps"))

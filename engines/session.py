@@ -28,6 +28,7 @@ class StepBatch:
         slots: ``[B]`` state slots, distinct among rows with a length above 0.
         logit_rows: ``[R]`` rows of the flattened ``[B*L]`` whose logits are wanted.
         hidden_in: ``[B, L, H]`` float32; only for graphs that take hidden states.
+        lean: Whether nothing but the logits is wanted.
     """
 
     input_ids: Index
@@ -37,6 +38,7 @@ class StepBatch:
     slots: Index
     logit_rows: Index
     hidden_in: NDArray[np.float32] | None = None
+    lean: bool = False
 
     @classmethod
     def of_rows(
@@ -94,7 +96,8 @@ class StepOutput:
 
     Attributes:
         logits: ``[R, V]`` float32, one row for each entry of ``logit_rows``.
-        hidden: ``[B, L, H]`` float32 final hidden states, if the session was opened to return them.
+        hidden: ``[B, L, H]`` float32 final hidden states, if the session was opened to return them and the step was
+            not lean.
         taps: ``[B, L, n*H]`` float32 residuals that drafters condition on, likewise.
     """
 

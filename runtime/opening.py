@@ -107,7 +107,12 @@ def _speculation(
     controller = DraftLengthController(most) if options.draft_length is None else None
     speculator = kind.open(files.in_turn(drafter=True))
     speculation = Speculation(
-        speculator, most, session.slots, controller=controller, drafting=options.drafting
+        speculator,
+        most,
+        session.slots,
+        controller=controller,
+        drafting=options.drafting,
+        watch_all=options.prefix_cache > 0,
     )
     return session, speculation
 

@@ -89,6 +89,7 @@ class Request:
         slot: State slot, or ``None`` while it waits and after its end.
         uncommitted: Tokens of the last step that the session holds pending.
         snapshot_at: Up to where the prefix cache wants it to be fed, for a snapshot.
+        watched: Whether the speculator is told of what it commits.
         followed: Whether the speculator knows what follows the tokens fed, so that it can draft.
         arrival: When the scheduler got it, by its clock.
         takes_likeliest: Whether it takes the most likely token, whatever it is.
@@ -117,7 +118,7 @@ class Request:
         self.slot: int | None = None
         self.uncommitted = 0
         self.snapshot_at = 0
-        self.followed = False
+        self.watched = self.followed = False
         self.arrival = 0.0
         self.events: deque[Event] = deque()
         self.error: Exception | None = None
@@ -223,7 +224,8 @@ class Request:
 
     def evict(self) -> None:
         """It leaves its slot: what the session has seen of it is gone."""
-        self.slot, self.fed, self.uncommitted, self.followed = None, 0, 0, False
+        self.slot, self.fed, self.uncommitted = None, 0, 0
+        self.watched = self.followed = False
 
     def end(self, reason: FinishReason) -> None:
         """End it from outside, if it has not ended; the text held back so far is shown."""

@@ -151,8 +151,8 @@ class Scheduler:
     def step(self) -> None:
         """Run one step; the requests that get tokens have them in their events.
 
-        A step that fails or is interrupted leaves the state of the requests that run unknown, so it ends them all; and if
-        none ran, those that wait, which it failed to start.
+        A step that fails or is interrupted leaves the state of the requests that run unknown, so it ends them all; and
+        if none ran, those that wait, which it failed to start.
         """
         try:
             self._step()
@@ -375,7 +375,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.slot is not None, "a running request has a slot"
         if self._speculation is not None:
-            self._speculation.speculator.release(request.slot)
+            self._speculation.release(request)
         if self._memory is not None:
             give_back(a[request.slot] for a in self._state.values())
         self._free.append(request.slot)

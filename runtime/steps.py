@@ -73,7 +73,7 @@ class StepRunner:
             rows: At least one.
             meanwhile: Must leave the rows and their slots alone.
         """
-        batch = _batch(rows)
+        batch = _batch(rows, lean=not any(r.request.watched for r in rows))
         if self._computing is not None:  # its caller was interrupted
             wait([self._computing])
         if self._seconds < _WORTH_A_THREAD or not self._session.isolated:
@@ -97,7 +97,7 @@ class StepRunner:
             For each row how many drafts were judged, and how many accepted.
         """
         logits, output = computed.output.logits, computed.output
-        features = getattr(output, self._features) if self._features else None
+        features = getattr(output, self._features) if self._features else None  # None too of a lean step
         likeliest, finite = _likeliest(computed.rows, logits)
         method = self._speculation.method if self._speculation is not None else "token"
         committed: list[Committed] = []
@@ -132,7 +132,9 @@ class StepRunner:
 
     def _is_told(self, request: Request) -> bool:
         """Whether the speculator hears of what a request committed; it must know the token after it."""
-        return not request.finished or (self._keep_all and len(request.tokens) > request.fed)
+        if request.finished and not (self._keep_all and len(request.tokens) > request.fed):
+            return False
+        return request.watched
 
     def _timed(self, batch: StepBatch) -> tuple[StepOutput, float]:
         start = time.perf_counter()
@@ -140,7 +142,7 @@ class StepRunner:
         return output, time.perf_counter() - start
 
 
-def _batch(rows: Sequence[Row]) -> StepBatch:
+def _batch(rows: Sequence[Row], *, lean: bool) -> StepBatch:
     """The rows as a session takes them."""
     batch = StepBatch.of_rows(
         [r.tokens for r in rows],
@@ -154,7 +156,7 @@ def _batch(rows: Sequence[Row]) -> StepBatch:
     # Row i wants its last tokens: those up to i * width + its length, counted from there.
     ends = np.arange(len(rows)) * width + batch.lengths
     total = np.cumsum(counts)
-    return batch.replace(logit_rows=np.repeat(ends - total, counts) + np.arange(total[-1]))
+    return batch.replace(logit_rows=np.repeat(ends - total, counts) + np.arange(total[-1]), lean=lean)
 
 
 def _likeliest(rows: Sequence[Row], logits: NDArray[np.float32]) -> tuple[list[int], bool]:

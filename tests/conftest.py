@@ -44,12 +44,12 @@ def tiny_bundle(tiny_checkpoint, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_engine_directory(tmp_path_factory) -> Path:
-    """An engine of the demo checkpoint, with float32 activations. Treat as read-only."""
-    from nemo_build.demo import CHECKPOINT
+    """An engine of the demo checkpoint and its drafters, with float32 activations. Treat as read-only."""
+    from nemo_build.demo import CHECKPOINT, DRAFTERS
     from nemo_build.engines.build import BuildOptions, build_engine
     from nemo_build.export.exporter import export_bundle
 
     directory = tmp_path_factory.mktemp("demo")
-    export_bundle(CHECKPOINT, directory / "bundle")
+    export_bundle(CHECKPOINT, directory / "bundle", drafts=list(DRAFTERS.values()))
     options = BuildOptions(max_sequences=4, max_context=1024, activations="float32")
     return build_engine(directory / "bundle", directory / "engine", options=options).out

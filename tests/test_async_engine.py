@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.errors import BundleError, RequestError
 from nemo_build.runtime import AsyncEngine, Engine, FinishReason, SamplingParams, Scheduling
 
@@ -129,8 +130,13 @@ def test_an_engine_that_fails_says_so_and_goes_on(engine):
 def test_requests_come_and_go_and_nothing_is_left(demo_engine_directory, requests):
     """Mixed lengths, random cancels, timeouts, a prefix cache and little memory; memory returns to its start."""
     rng = np.random.default_rng(requests)
+    plan, cache = read_manifest(demo_engine_directory, ENGINE_BUNDLE)["plan"], 4 << 20
     engine = Engine.load(
-        demo_engine_directory, speculate="mtp", draft_length=3, prefix_cache=4 << 20, memory=35 << 20
+        demo_engine_directory,
+        speculate="mtp",
+        draft_length=3,
+        prefix_cache=cache,
+        memory=plan["weights_memory"] + plan["activations"] + cache + 3_500_000,
     )
     tokens = engine.tokenizer.encode(__doc__ * 40)
     used: list[int] = []
@@ -160,4 +166,4 @@ def test_requests_come_and_go_and_nothing_is_left(demo_engine_directory, request
     assert max(used) > 0
     assert (statistics.running, statistics.waiting, statistics.memory_used) == (0, 0, 0)
     assert statistics.free_slots == engine.session.slots
-    assert 0 < engine.cache_statistics().bytes <= 4 << 20
+    assert 0 < engine.cache_statistics().bytes <= cache

@@ -247,7 +247,7 @@ def test_a_preempted_request_comes_back_from_the_cache(pending):
     speculation = None
     if pending:
         session = ToySession(1, pending=pending, hidden=True)
-        speculation = Speculation(ToySpeculator(session, 0.7), 4, 1)
+        speculation = Speculation(ToySpeculator(session, 0.7), 4, 1, watch_all=True)
     states = [*session.states, *(speculation.speculator.states if speculation else ())]
     lookahead = speculation.speculator.lookahead if speculation else {}
     cache = PrefixCache(states, capacity=1 << 20, pending=pending, block=8, lookahead=lookahead)
@@ -271,15 +271,16 @@ def test_a_preempted_request_comes_back_from_the_cache(pending):
 def build(rng: np.random.Generator, slots: int) -> tuple[Scheduler, PrefixCache | None]:
     """A scheduler of random sizes."""
     drafts = int(rng.choice([0, 1, 3, 7, 15]))
+    cached = rng.random() < 0.6
     seconds = float(rng.choice([0, 0, 0, 0, 0, 0.0011]))  # enough for the next step to be prepared meanwhile
     session = ToySession(slots, pending=drafts + 1 if drafts else 0, hidden=bool(drafts), seconds=seconds)
     speculation = None
     if drafts:
         controller = DraftLengthController(drafts) if rng.random() < 0.5 else None
         speculator = ToySpeculator(session, float(rng.random()), confident=bool(rng.random() < 0.5))
-        speculation = Speculation(speculator, drafts, slots, controller=controller)
+        speculation = Speculation(speculator, drafts, slots, controller=controller, watch_all=cached)
     cache = None
-    if rng.random() < 0.6:
+    if cached:
         cache = PrefixCache(
             [*session.states, *(speculation.speculator.states if speculation else ())],
             capacity=int(rng.choice([2_000, 20_000, 1 << 20])),

@@ -100,7 +100,7 @@ class ToySession:
                 state, squares = mix(state, token), squares + token * token
                 logits[i * width + k] = _TABLE[(state + squares) % len(_TABLE)]
                 hidden[i, k] = state
-        return StepOutput(logits[batch.logit_rows], hidden if self._hidden else None)
+        return StepOutput(logits[batch.logit_rows], hidden if self._hidden and not batch.lean else None)
 
     def _advance(self, slot: int, past: int, accepted: int, ids: list[int]) -> int:
         """Commit what was accepted, and the new tokens if they are too many to be pending; the state before those."""

@@ -19,27 +19,20 @@ _PROMPTS = ("The :mod:`json` module", "def read_lines(path):\n")
 )
 @click.option("--max-tokens", type=int, default=80, show_default=True, help="Tokens to write per prompt.")
 def command(out: Path | None, max_tokens: int) -> None:
-    """Take the demo checkpoint that ships with nemo-build the whole way, and let it write."""
-    from nemo_build.demo import CHECKPOINT
+    """Take the demo checkpoint and drafters that ship with nemo-build the whole way, and let them write."""
+    from nemo_build.demo import CHECKPOINT, DRAFTERS
 
     with nullcontext(str(out)) if out else tempfile.TemporaryDirectory(prefix="nemo-build-") as folder:
         bundle, engine = f"{folder}/bundle", f"{folder}/engine"
         again = ["--force"] if out else []
-        _run("export", str(CHECKPOINT), "-o", bundle, *again)
+        drafts = [option for path in DRAFTERS.values() for option in ("--draft", str(path))]
+        _run("export", str(CHECKPOINT), "-o", bundle, *drafts, *again)
         _run("build", bundle, "-o", engine, "--target", "cpu", *again)
         _run("inspect", engine)
+        options = ["--max-tokens", str(max_tokens), "--seed", "1", "--temperature", "0.7"]
         for prompt in _PROMPTS:
-            _run(
-                "generate",
-                engine,
-                prompt,
-                "--max-tokens",
-                str(max_tokens),
-                "--seed",
-                "1",
-                "--temperature",
-                "0.7",
-            )
+            _run("generate", engine, prompt, *options)
+        _run("generate", engine, _PROMPTS[0], *options, "--speculate", "dspark")
 
 
 def _run(*arguments: str) -> None:

@@ -278,6 +278,11 @@ class DraftLengthController:
         known = self._target.is_measured(max(self._decided[0], 1), 1)
         return known and self.length == 0 and self._probe_steps <= 0
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether drafts were found not to pay, more than once."""
+        return self.is_off and self._probes >= 2
+
     def price(self, rows: int) -> float:
         """Tokens that a draft must bring to be worth verifying: what it costs the step, in tokens of that time.
 

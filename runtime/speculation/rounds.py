@@ -45,6 +45,10 @@ class Drafts:
 
 NO_DRAFTS = Drafts([])
 
+_WATCHED_SHARE = 8
+"""While drafts are known not to pay, the speculator is told of one request in so many, which is enough to find out when
+they begin to."""
+
 _REST = 3
 """Steps that go by unwatched after each that was, while drafts do not pay: watching costs as well."""
 
@@ -59,6 +63,7 @@ class Speculation:
         controller: What chooses a length up to that from step to step, or ``None`` to draft as many always.
         drafting: How drafts of sampled requests are chosen and verified; see
             :mod:`~nemo_build.runtime.speculation.drafting`.
+        watch_all: Tell the speculator of every request, drafts or not, because its state is to be saved.
 
     Attributes:
         speculator: As given.
@@ -74,29 +79,44 @@ class Speculation:
         *,
         controller: DraftLengthController | None = None,
         drafting: Drafting = "coupled",
+        watch_all: bool = False,
     ) -> None:
         self.speculator = speculator
         self.acceptance = Acceptance()
         self.method: Method = "block" if drafting == "block" else "token"
         self._drafting = drafting
+        self._watch_all = watch_all
+        self._started = 0
         self._most = draft_length
         self._controller = controller
         self._rates = RequestRates(slots, draft_length)
         self._seconds = 0.0
+        self._asked = False  # whether the last step was one to learn from
         self._rest = 0  # steps for which nothing is drafted or learnt
 
     def start(self, request: Request, extra: Mapping[str, NDArray[Any]]) -> None:
         """A request has got a slot, whose state is that after ``request.fed`` of its tokens."""
         assert request.slot is not None, "a running request has a slot"
-        self._rates.start(request.slot)
-        self.speculator.start(request.slot, request.tokens[: request.fed], extra)
+        self._started += 1
+        hopeless = self._controller is not None and self._controller.is_hopeless
+        request.watched = self._watch_all or not hopeless or self._started % _WATCHED_SHARE == 0
+        if request.watched:
+            self._rates.start(request.slot)
+            self.speculator.start(request.slot, request.tokens[: request.fed], extra)
+
+    def release(self, request: Request) -> None:
+        """A request leaves its slot."""
+        if request.watched and request.slot is not None:
+            self.speculator.release(request.slot)
 
     def propose(self, requests: Sequence[Request], most: int) -> list[Drafts]:
         """At most so many drafts for each of some requests that decode together.
 
         There is one :meth:`learn` for each call.
         """
-        if self._rest:
+        self._asked = not self._rest and any(r.watched for r in requests)
+        if not self._asked:
+            self._rest = max(self._rest - 1, 0)
             return [NO_DRAFTS] * len(requests)
         start = time.perf_counter()
         length = self._most if self._controller is None else self._controller.choose(len(requests))
@@ -121,10 +141,7 @@ class Speculation:
         for judged, accepted in results:
             if judged:
                 self.acceptance.add(judged, accepted)
-        if self._controller is None:
-            return
-        if self._rest:
-            self._rest -= 1
+        if self._controller is None or not self._asked:
             return
         if any(judged for judged, _ in results):
             self._rates.observe(slots, results)

@@ -19,7 +19,7 @@ from typing import Any
 
 from _quiet import machine
 
-from nemo_build.demo import CHECKPOINT
+from nemo_build.demo import CHECKPOINT, DRAFTERS
 from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.export.exporter import export_bundle
 from nemo_build.export.quantize.calibration import DEFAULT_TEXT, read_texts
@@ -28,8 +28,8 @@ from nemo_build.runtime import Engine, SamplingParams
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS, PROMPT_TOKENS, TOKENS = 16, 64, 128
 BATCHES = (1, 8)
-SPECULATORS = ("mtp", "ngram")
-"""Those that the demo checkpoint has what it takes for."""
+SPECULATORS = ("mtp", *DRAFTERS, "ngram")
+"""Those that the demo checkpoint and its drafters have what it takes for."""
 
 
 def settings() -> list[tuple[str, int | None]]:
@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bundle = export_bundle(CHECKPOINT, Path(folder) / "bundle").out
+        bundle = export_bundle(CHECKPOINT, Path(folder) / "bundle", drafts=list(DRAFTERS.values())).out
         engine = build_engine(bundle, Path(folder) / "engine", options=BuildOptions(max(BATCHES), 1024)).out
         tokenizer = Engine.load(engine).tokenizer
         texts = [tokenizer.encode(t) for t in read_texts(DEFAULT_TEXT)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import model
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 KINDS = {"M": "mamba", "E": "moe", "*": "attention"}
@@ -124,6 +124,21 @@ def save(trunk: model.Trunk, mtp: model.Mtp, out: Path) -> None:
         "top_p": 0.95,
     }
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
+
+
+def load_trunk(path: Path) -> model.Trunk:
+    """The trunk of a checkpoint that :func:`save` wrote, FP32."""
+    trunk, stored = model.Trunk(model.Spec()), load_file(path / "model.safetensors")
+    state = {}
+    for name in trunk.state_dict():
+        if ".experts." in name:
+            prefix, _, projection = name.rpartition(".")
+            experts = range(trunk.spec.n_routed_experts)
+            state[name] = torch.stack([stored[f"{prefix}.{e}.{projection}.weight"].float() for e in experts])
+        else:
+            state[name] = stored[name].float()
+    trunk.load_state_dict(state)
+    return trunk
 
 
 def load_reference(path: Path):

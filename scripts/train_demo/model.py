@@ -243,14 +243,20 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(spec, kind) for kind in spec.pattern)
         self.norm_f = Norm(spec.hidden_size, spec.eps)
 
-    def forward(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Token ids [B, L] -> final hidden FP32 [B, L, H] and the expert loads of the MoE layers."""
-        x, loads = self.embeddings(ids), []
+    def residuals(self, ids: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """Token ids [B, L] -> the residual stream FP32 [B, L, H] after each layer, and the MoE layers' loads."""
+        x, outputs, loads = self.embeddings(ids), [], []
         for layer in self.layers:
             x, load = layer(x, dtype)
+            outputs.append(x)
             if load is not None:
                 loads.append(load)
-        return self.norm_f(x), loads
+        return outputs, loads
+
+    def forward(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """Token ids [B, L] -> final hidden FP32 [B, L, H] and the expert loads of the MoE layers."""
+        outputs, loads = self.residuals(ids, dtype)
+        return self.norm_f(outputs[-1]), loads
 
 
 class Trunk(nn.Module):

@@ -46,8 +46,9 @@ class Muon(torch.optim.Optimizer):
 def build(module: nn.Module, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
     """Optimisers over all trainable parameters of ``module``."""
     matrices, others = [], []
+    apart = ("embeddings", "lm_head", "gate.", "conv1d", "markov_head", "confidence_head")
     for name, p in module.named_parameters():
-        is_matrix = p.ndim >= 2 and not any(s in name for s in ("embeddings", "lm_head", "gate.", "conv1d"))
+        is_matrix = p.ndim >= 2 and not any(s in name for s in apart)
         (matrices if is_matrix else others).append(p)
     adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True)
     return [Muon(matrices, muon_lr, decay=0.1), adam]

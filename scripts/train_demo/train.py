@@ -123,10 +123,10 @@ def set_rates(optimisers: list[torch.optim.Optimizer], plan: Plan, step: int) ->
 
 @torch.no_grad()
 def balance(routers: list[model.Router], loads: list[Tensor], rate: float) -> float:
-    """Move each selection bias against its expert's load; return the largest load over the mean."""
+    """Move each selection bias against its expert's load; return the largest load over the mean, 0 without any."""
     for router, load in zip(routers, loads, strict=True):
         router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
-    return max(float(load.max() / load.mean()) for load in loads)
+    return max((float(load.max() / load.mean()) for load in loads), default=0.0)
 
 
 def run_stage(
@@ -140,7 +140,10 @@ def run_stage(
     loss_of,
     evaluate,
 ) -> None:
-    """Train ``module`` by ``plan``: ``loss_of(batch)`` gives (loss, routers, loads, text to log)."""
+    """Train ``module`` by ``plan``: ``loss_of(batch)`` gives (loss, routers, loads, text to log).
+
+    Whatever has the ``batches`` of :class:`Rows` will do for ``rows``; what a batch is, ``loss_of`` knows.
+    """
     optimisers = optim.build(module, plan.muon_lr, plan.adam_lr)
     first = 0
     if resume and state_file.exists():
