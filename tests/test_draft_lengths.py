@@ -226,8 +226,8 @@ def test_nothing_to_draft_is_no_probe() -> None:
     for _ in range(400):
         asked.append(controller.choose(1))
         controller.observe([(0, 0)], 1.0)
-    assert asked[:2] == [0, 0]
-    assert all(asked[2:])  # cost nothing, promise much
+    assert not any(asked[:13])
+    assert all(asked[13:])  # cost nothing, promise much
     useless = Simulation(compute_bound, recurrent)
     useless.run(1000, [0.0] * MAX)
     while not useless.controller.choose(1):
@@ -307,10 +307,10 @@ def test_estimates_of_a_drafter_by_hand() -> None:
 def test_averages_go_down_at_once_and_up_slowly() -> None:
     costs = table({(1, 1): 1.0})
     costs.observe(1, 1, 100.0)
-    assert costs.estimate(1, 1) == pytest.approx(1.2)
+    assert costs.estimate(1, 1) == pytest.approx(1.05)
     costs.observe(1, 1, 0.1)
     assert costs.estimate(1, 1) == 0.1
-    for _ in range(100):
+    for _ in range(200):
         costs.observe(1, 1, 5.0)
     assert costs.estimate(1, 1) == pytest.approx(5.0, rel=0.01)
 

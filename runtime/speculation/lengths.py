@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 __all__ = ["AcceptanceModel", "CostTable", "DraftLengthController"]
 
-_COST_WEIGHT = 0.2
-"""Weight of a new duration in a cell's moving average."""
+_LOWER_WEIGHT, _HIGHER_WEIGHT = 0.3, 0.05
+"""Weight of a new duration in a cell's moving average. A width that is run now and then takes longer than it would
+every time, because what it needs is in no cache any more."""
 
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 2.0
 """Acceptance assumed of the first draft before any is seen, and how many observations that counts for."""
@@ -30,7 +31,10 @@ _DECAY, _PROBE_DECAY = 0.98, 0.9
 _DECISION_INTERVAL = 4
 """Steps for which a decision holds, unless a cost is measured for the first time."""
 
-_LEAST_GAIN = 0.05
+_PLAIN_STEPS = 12
+"""Plain steps before the first draft: the first ones of a process, or of so many rows, take longer than the rest."""
+
+_LEAST_GAIN = 0.1
 """What drafts must promise over plain decoding to be made at all: what is not sure to gain is not to lose."""
 
 _PROBE_STEPS = 2
@@ -62,7 +66,7 @@ class CostTable:
     def __init__(self, *, free_at_zero: bool = False) -> None:
         self._free_at_zero = free_at_zero
         self._cells: dict[int, dict[int, float]] = {}  # bucket of rows -> width -> seconds
-        self._warm: set[tuple[int, int]] = set()
+        self._times: dict[tuple[int, int], int] = {}  # durations of each cell, the ignored first one included
         self._curve: tuple[list[float], list[float]] | None = None
 
     @staticmethod
@@ -86,20 +90,28 @@ class CostTable:
         if rows < 1 or width < 1 or not 0 <= seconds < float("inf"):
             raise ValueError(f"a step of {rows} rows and width {width} cannot take {seconds} s")
         key = (self.bucket(rows), width)
-        if key not in self._warm or not usual:
-            self._warm.add(key)
+        self._times[key] = self._times.get(key, 0) + usual
+        if self._times[key] < 2:
+            self._times[key] = 1
+            return
+        if not usual:
             return
         cells = self._cells.setdefault(key[0], {})
         old = cells.get(width)
         if old is None or seconds < old / 2:
             cells[width] = max(seconds, 1e-9)
         else:
-            cells[width] = old + _COST_WEIGHT * (min(seconds, 2 * old) - old)
+            weight = _LOWER_WEIGHT if seconds < old else _HIGHER_WEIGHT
+            cells[width] = old + weight * (min(seconds, 2 * old) - old)
         self._curve = None
 
-    def is_measured(self, rows: int, width: int) -> bool:
-        """Whether there is a cell for this."""
-        return width in self._cells.get(self.bucket(rows), {})
+    def is_measured(self, rows: int, width: int, times: int = 1) -> bool:
+        """Whether the cell for this has so many durations."""
+        return self._times.get((self.bucket(rows), width), 0) > times
+
+    def is_known(self, rows: int) -> bool:
+        """Whether there is any cell for so many rows."""
+        return self.bucket(rows) in self._cells
 
     def estimate(self, rows: int, width: int) -> float:
         """Seconds of a step; 0 if nothing is known at all."""
@@ -258,7 +270,7 @@ class DraftLengthController:
         if self._probing is not None and self._probe_steps > 0:
             return self._probing[0]
         self._probing = None
-        if self._max_length == 0 or not self._target.is_measured(rows, 1):
+        if self._max_length == 0 or not self._target.is_measured(rows, 1, _PLAIN_STEPS):
             return 0  # what drafts gain is told by comparison with plain decoding
         decided_rows, age = self._decided
         if rows != decided_rows or age >= _DECISION_INTERVAL:
@@ -275,13 +287,13 @@ class DraftLengthController:
     @property
     def is_off(self) -> bool:
         """Whether drafts are known not to pay, and none are to be tried in the next step."""
-        known = self._target.is_measured(max(self._decided[0], 1), 1)
+        known = self._target.is_measured(max(self._decided[0], 1), 1, _PLAIN_STEPS)
         return known and self.length == 0 and self._probe_steps <= 0
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether drafts were found not to pay, more than once."""
-        return self.is_off and self._probes >= 2
+        """Whether drafts were tried and found not to pay."""
+        return self.is_off and self._drafter.is_known(max(self._decided[0], 1))
 
     def price(self, rows: int) -> float:
         """Tokens that a draft must bring to be worth verifying: what it costs the step, in tokens of that time.
