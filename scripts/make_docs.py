@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated pages: docs/ops.md from the op schemas, docs/benchmarks.md from docs/results/*.json.
+"""Write the generated pages: docs/ops.md from the op schemas, docs/support.md from the table of targets, the others
+from docs/results/*.json.
 
 python scripts/make_docs.py            write them
 python scripts/make_docs.py --check    exit with 1 if one is not up to date
@@ -13,6 +14,9 @@ import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+from _kernels_page import kernels_page
+from _support_page import support_page
 
 from nemo_build.plugins.registry import plugins_by_name
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION, Op, Param
@@ -72,8 +76,11 @@ def benchmarks_page() -> str:
         "formats": _formats_section,
         "cpu_decode_few": _cpu_decode_section,
         "cpu_decode_full": _cpu_decode_section,
+        "serving": _serving_section,
+        "serving_demo": _serving_section,
         "cpu_ops": _cpu_ops_section,
         "speculation": _speculation_section,
+        "speculation_cost": _speculation_cost_section,
     }
     for name, section in sections.items():
         path = DOCS / "results" / f"{name}.json"
@@ -243,6 +250,123 @@ def _speculation_section(record: dict[str, Any]) -> str:
     )
 
 
+_SHAPES = {"few": "5 layers (MEM*E) at the 30B release's widths", "demo": "the demo checkpoint"}
+
+
+def _serving_section(record: dict[str, Any]) -> str:
+    ours = "nemo-build answers in the process that asks, by asyncio; with a speculator it chooses draft lengths itself."
+    weights = (
+        "Weights are random, each contender's its own, so no draft is accepted: with a speculator the figures show "
+        "what one costs where it brings nothing."
+    )
+    if record["shape"] == "demo":
+        weights = "llama.cpp has random weights of the same shapes, the others the checkpoint's."
+    left_out = "".join(f" Without {name}: {why}." for name, why in record["missing"].items())
+    parts = [
+        f"## Requests at a time, {_SHAPES[record['shape']]}\n\n{record['date']}, `{record['command']}` on "
+        f"{record['cores']} cores of an {record['cpu']} ({record['instruction_set']}), {record['threads']} threads: "
+        f"prompts of {record['prompts'][0]} to {record['prompts'][1]} tokens, answers of {record['outputs'][0]} to "
+        f"{record['outputs'][1]}, greedy, in a closed loop; medians over {record['rounds']} interleaved rounds (one of "
+        f"transformers); in brackets how many times as fast nemo-build is. What the figures mean is in "
+        f"[bench.md](bench.md). {ours} llama.cpp is its server over HTTP with as many slots, transformers is "
+        f"`generate` on static batches. {weights}{left_out}\n"
+    ]
+    for streams, r in record["streams"].items():
+        rows = [
+            f"| {streams} at a time | tokens/s | prompt tokens/s | ms to first token, mean / p99 "
+            "| ms a token, mean / p99 | tokens/s by round |",
+            "|---|---|---|---|---|---|",
+        ]
+        own = next(iter(r["results"].values()))["output_tokens_per_s"]
+        for i, (name, x) in enumerate(r["results"].items()):
+            speed = x["output_tokens_per_s"]
+            first, each = (
+                f"{_milliseconds(x[key]['mean'])} / {_milliseconds(x[key]['p99'])}"
+                for key in ("ttft_s", "time_per_token_s")
+            )
+            ratio = f" ({own / speed:.2f}x)" if i else ""
+            rounds = ", ".join(f"{v:.0f}" for v in r["speeds"][name])
+            prompt = x["prompt_tokens_per_s"]
+            rows.append(f"| {name} | {speed:.1f}{ratio} | {prompt:.0f} | {first} | {each} | {rounds} |")
+        parts.append("\n".join(rows) + "\n")
+    shares = [s for r in record["streams"].values() for v in r["others"].values() for s in v]
+    parts.append(_others(shares))
+    return "\n".join(parts)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+
+
+def _others(shares: list[float]) -> str:
+    """How busy other processes were."""
+    middle, most = statistics.median(shares), max(shares)
+    return f"Other processes had {middle:.0%} of the CPUs meanwhile (median of all measurements; at most {most:.0%}).\n"
+
+
+def _speculation_cost_section(record: dict[str, Any]) -> str:
+    cases = [c for c in record["cases"] if c["speculator"] != "none"]
+    rates = sorted({c["rate"] for c in cases})
+    waits = [c["processor_wait"] or 0.0 for c in cases]
+    plain = next(c for c in record["cases"] if c["speculator"] == "none" and c["batch"] == 1)
+    parts = [
+        f"## What speculation costs, 5 layers (MEM*E) at the 30B release's widths\n\n{record['date']}, "
+        f"`{record['command']}` on {record['cores']} cores of an {record['cpu']} ({record['instruction_set']}), "
+        f"{record['threads']} threads: random weights, greedy, medians over {record['rounds']} rounds. Drafters of the "
+        "released shapes and the target run as always, and then the target is made to accept each draft with a "
+        "given probability, whatever it is. Random tokens choose their experts independently; where tokens of a text "
+        "choose alike, verifying costs less. Plain decoding of one sequence: "
+        f"{plain['tokens_per_s']:.0f} tokens/s, a step of {1e3 * record['plain_s']:.2f} ms, "
+        f"{1e3 * record['head_s']['1']:.2f} ms of it the output head. Costs of a round of drafting and of the step "
+        "that verifies it are in such steps, the least that were measured, since disturbances only add. Break-even is "
+        "the acceptance of each draft from which on drafting gains. Threads waited for a processor in "
+        f"{statistics.median(waits):.0%} of the time in which they had work.\n"
+    ]
+    parts += [_cost_table(cases, rates, batch, record) for batch in sorted({c["batch"] for c in cases})]
+    return "\n".join(parts)
+
+
+def _cost_table(cases: list[dict[str, Any]], rates: list[float], batch: int, record: dict[str, Any]) -> str:
+    """Speeds by acceptance with so many sequences at a time; with one, also costs and the extrapolation."""
+    one = batch == 1
+    title = f"{batch} sequence{'' if one else 's'} at a time"
+    heads = [title, "drafts", *["drafting", "verifying"] * one, *(f"at {r:.0%}" for r in rates)]
+    heads += ["break-even", *(f"52 layers: at {r:.0%}" for r in rates), "break-even"] if one else []
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, length in dict.fromkeys((c["speculator"], c["draft_length"]) for c in cases):
+        mine = {
+            c["rate"]: c
+            for c in cases
+            if (c["speculator"], c["draft_length"], c["batch"]) == (name, length, batch)
+        }
+        costs = mine[rates[0]].get("costs")
+        cells = [name, str(length or "auto")]
+        if one:
+            cells += [f"{costs['measured'][k]:.2f}" for k in ("draft", "verify")] if costs else ["", ""]
+        for r in rates:
+            by_costs = f" ({costs['measured']['ratios'][str(r)]:.2f}x)" if costs else ""
+            cells.append(f"{mine[r]['ratio']:.2f}x{by_costs}")
+        if one and costs:
+            full = costs["full"]
+            cells += [_rate(costs["measured"]["break_even_rate"])]
+            cells += [f"{full['ratios'][str(r)]:.2f}x" for r in rates] + [_rate(full["break_even_rate"])]
+        elif one:
+            cells += [""] * (len(rates) + 2)
+        rows.append(f"| {' | '.join(cells)} |")
+    note = (
+        "\n\nAt each acceptance: speed against plain decoding, as measured, and in brackets what the two costs and the "
+        "expected number of tokens make of it. The columns for 52 layers are an extrapolation of that, not a "
+        "measurement: the layers' part of a step times "
+        f"{record['depth']:.1f}, drafter and output head as they are. It makes a plain step take "
+        f"{1e3 * record['full_plain_s']:.0f} ms.\n"
+    )
+    return "\n".join(rows) + (note if one else "\n")
+
+
+def _rate(rate: float | None) -> str:
+    return "never" if rate is None else f"{rate:.0%}"
+
+
 def _export_section(record: dict[str, Any]) -> str:
     ours, peer = record["ours"], record["peer"]
     rows = [
@@ -269,7 +393,14 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     stale = []
-    for name, text in (("ops.md", ops_page()), ("benchmarks.md", benchmarks_page())):
+    kernels = json.loads((DOCS / "results" / "kernels.json").read_text(encoding="utf-8"))
+    pages = {
+        "ops.md": ops_page(),
+        "support.md": support_page(NOTE),
+        "benchmarks.md": benchmarks_page(),
+        "kernels.md": f"{NOTE}\n{kernels_page(kernels)}",
+    }
+    for name, text in pages.items():
         path = DOCS / name
         if check and (not path.is_file() or path.read_text(encoding="utf-8") != text):
             stale.append(str(path))

@@ -6,8 +6,10 @@ Weights are zeros that take no disk space (sparse files), or with --random numbe
 shows what the tool does at full size, or at full width with few layers, where the weights themselves are not at hand.
 
     python scripts/synthetic_checkpoint.py [--format bf16|nvfp4|nvfp4-all] [--random] [--pattern MEM*E] OUT
+    python scripts/synthetic_checkpoint.py --drafter dflash|dspark [--random] [--pattern MEM*E] OUT
 
 nvfp4-all is NVFP4 in every projection of the trunk, where the release has FP8 and BF16 in Mamba and attention.
+--drafter writes a drafter for such a checkpoint instead, with the tensors of the released ones.
 """
 
 from __future__ import annotations
@@ -85,6 +87,55 @@ CONFIG = {
     "vocab_size": 131072,
 }
 
+DRAFTER_TAPS = [1, 5, 19, 29, 41, 51]
+DRAFTER_LAYERS = 6
+DRAFTER_CONFIG = {
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "has_embed_tokens": True,
+    "has_lm_head": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2688,
+    "intermediate_size": 6144,
+    "mask_token_id": 990,
+    "max_position_embeddings": 1048576,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_aux_layers": len(DRAFTER_TAPS),
+    "num_hidden_layers": DRAFTER_LAYERS,
+    "num_key_value_heads": 2,
+    "pard_token": 990,
+    "rms_norm_eps": 1e-6,
+    "sample_from_anchor": False,
+    "vocab_size": 131072,
+}
+DRAFTERS = {
+    "dflash": {
+        "architectures": ["DFlashDraftModel"],
+        "layer_types": ["full_attention"] * DRAFTER_LAYERS,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "dspark": {
+        "architectures": ["Qwen3DSparkModel"],
+        "attention_sink_bias": True,
+        "block_size": 8,
+        "dflash_query_causal": True,
+        "dspark_bonus_anchor": True,
+        "dspark_fixup_head_type": "markov",
+        "layer_types": ["sliding_attention"] * DRAFTER_LAYERS,
+        "markov_head_type": "vanilla",
+        "markov_rank": 512,
+        "rope_theta": 10000,
+        "sliding_window": 1024,
+    },
+}
+
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -141,10 +192,7 @@ def nvfp4_tensors(release: Tensors, everything: bool = False) -> Tensors:
         trunk = not name.startswith("mtp.")
         experts = ".experts." in name or ".shared_experts." in name or module == "lm_head"
         if trunk and (experts or (everything and module.endswith("_proj"))):
-            rows, columns = shape
-            out[name] = ("U8", (rows, columns // 2))
-            out[f"{module}.weight_scale"] = ("F8_E4M3", (rows, columns // 16))
-            out[f"{module}.weight_scale_2"] = ("F32", ())
+            out |= _packed(module, *shape)
         elif trunk and module.endswith((".in_proj", ".out_proj")):
             out[name] = ("F8_E4M3", shape)
             out[f"{module}.weight_scale"] = out[f"{module}.input_scale"] = ("F32", ())
@@ -153,6 +201,63 @@ def nvfp4_tensors(release: Tensors, everything: bool = False) -> Tensors:
             if trunk and module.endswith(("k_proj", "v_proj")):
                 out[f"{module}.{module[-6]}_scale"] = ("F32", (1,))
     return out
+
+
+def drafter_config(kind: str, pattern: str = PATTERN) -> dict[str, object]:
+    """A released drafter's ``config.json``, or the same for a model with other layers, which are tapped evenly.
+
+    There are as many taps then as well: of a model with fewer layers some come twice.
+    """
+    last = len(pattern) - 1
+    even = [round(i * last / (len(DRAFTER_TAPS) - 1)) for i in range(len(DRAFTER_TAPS))]
+    taps = DRAFTER_TAPS if pattern == PATTERN else even
+    readers = [t + 1 for t in taps]
+    return {
+        **DRAFTER_CONFIG,
+        **DRAFTERS[kind],
+        "eagle_aux_hidden_state_layer_ids": readers,
+        "num_target_layers": len(pattern),
+        "target_layer_ids": taps,
+    }
+
+
+def drafter_tensors(kind: str) -> Tensors:
+    """All tensors of a released drafter: NVFP4 without activation scales, but for attention and embeddings."""
+    out: Tensors = {"embed_tokens.weight": ("BF16", (131072, 2688))}
+    out |= _packed("fc", 2688, len(DRAFTER_TAPS) * 2688)
+    for i in range(DRAFTER_LAYERS):
+        layer = f"layers.{i}"
+        norms = {"input_layernorm": 2688, "post_attention_layernorm": 2688}
+        norms |= {"self_attn.q_norm": 128, "self_attn.k_norm": 128}
+        attention = {"q": (4096, 2688), "k": (256, 2688), "v": (256, 2688), "o": (2688, 4096)}
+        out |= {f"{layer}.{name}.weight": ("BF16", (width,)) for name, width in norms.items()}
+        out |= {f"{layer}.self_attn.{n}_proj.weight": ("BF16", shape) for n, shape in attention.items()}
+        if kind == "dspark":
+            out[f"{layer}.self_attn.attention_sink_bias"] = ("BF16", (32,))
+        out |= _packed(f"{layer}.mlp.gate_proj", 6144, 2688) | _packed(f"{layer}.mlp.up_proj", 6144, 2688)
+        out |= _packed(f"{layer}.mlp.down_proj", 2688, 6144)
+    out |= {f"{name}.weight": ("BF16", (2688,)) for name in ("hidden_norm", "norm")}
+    if kind == "dspark":
+        out["markov_head.markov_w1.weight"] = ("BF16", (131072, 512))
+        out |= _packed("markov_head.markov_w2", 131072, 512)
+    return out
+
+
+def _packed(module: str, rows: int, columns: int) -> Tensors:
+    """The tensors of a projection in NVFP4."""
+    return {
+        f"{module}.weight": ("U8", (rows, columns // 2)),
+        f"{module}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
+        f"{module}.weight_scale_2": ("F32", ()),
+    }
+
+
+def write_tokenizer(out: Path, size: int) -> None:
+    """Write a tokenizer that has a text for every id, for engines that are to be loaded."""
+    model = {"type": "BPE", "vocab": {f"{i:x}": i for i in range(size)}, "merges": []}
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer = {"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def write_checkpoint(out: Path, tensors: Tensors, config: dict[str, object], *, random: bool = False) -> None:
@@ -240,16 +345,32 @@ def main() -> None:
     parser.add_argument("--random", action="store_true", help="numbers instead of zeros")
     parser.add_argument("--pattern", default=PATTERN, help="layers: M Mamba, E experts, * attention")
     parser.add_argument("--no-mtp", action="store_true", help="without the MTP module")
+    parser.add_argument(
+        "--drafter", choices=sorted(DRAFTERS), help="a drafter instead; --format has no effect"
+    )
+    parser.add_argument("--tokenizer", action="store_true", help="with a made-up tokenizer")
     options = parser.parse_args()
+    if options.drafter:
+        tensors = drafter_tensors(options.drafter)
+        config = drafter_config(options.drafter, options.pattern)
+    else:
+        tensors, config = _model(options)
+    write_checkpoint(options.out, tensors, config, random=options.random)
+    if options.tokenizer:
+        write_tokenizer(options.out, CONFIG["vocab_size"])
+    print(f"{options.out}: {len(tensors)} tensors, {sum(_nbytes(*t) for t in tensors.values()):,} bytes")
+
+
+def _model(options: argparse.Namespace) -> tuple[Tensors, dict[str, object]]:
+    """Tensors and configuration of a model."""
     tensors = release_tensors(options.pattern, not options.no_mtp)
     if options.format != "bf16":
         tensors = nvfp4_tensors(tensors, everything=options.format == "nvfp4-all")
-    config = {**CONFIG, "layers_block_type": [KINDS[c] for c in options.pattern]}
+    config: dict[str, object] = {**CONFIG, "layers_block_type": [KINDS[c] for c in options.pattern]}
     config["num_hidden_layers"] = len(options.pattern)
     if options.no_mtp:
         config["num_nextn_predict_layers"] = 0
-    write_checkpoint(options.out, tensors, config, random=options.random)
-    print(f"{options.out}: {len(tensors)} tensors, {sum(_nbytes(*t) for t in tensors.values()):,} bytes")
+    return tensors, config
 
 
 if __name__ == "__main__":

@@ -91,6 +91,26 @@ def test_batch_of_unequal_lengths_then_mixed_decode(pair):
         )
 
 
+@pytest.mark.skipif(native.library() is None, reason="the reference functions do not keep the order of sums")
+@pytest.mark.parametrize("top_k", [2, 3, 5, 6, 7])
+def test_no_bit_depends_on_what_else_is_in_a_step(tmp_path, top_k):
+    """Not even by where in memory a token's numbers lie, which decides in which order a library may add a few."""
+    model = reference_model(
+        hybrid_override_pattern="MEM*E-", num_experts_per_tok=top_k, n_routed_experts=16, hidden_size=64
+    )
+    model.save_pretrained(tmp_path / "checkpoint")
+    session = open_exported(tmp_path / "checkpoint", tmp_path / "bundle")
+    tokens, other = tokens_of(240, top_k), tokens_of(240, 99)
+    want = np.concatenate([feed(session, {0: [t]}, {0: i})[0] for i, t in enumerate(tokens)])
+    for width in (2, 3, 4, 7, 60):
+        past: dict[int, int] = {}
+        got = [
+            feed(session, {1: other[i : i + width], 0: tokens[i : i + width]}, past)[0]
+            for i in range(0, len(tokens), width)
+        ]
+        np.testing.assert_array_equal(np.concatenate(got), want)
+
+
 def test_reused_slot_starts_afresh(pair):
     model, session = pair
     tokens = tokens_of(20, 5)

@@ -14,8 +14,6 @@ from nemo_build.state import StateSpec
 
 KIND = BlockKind.MOE
 
-_NORM_EPSILON = 1e-20  # keeps the normalised weights finite when all chosen scores are zero
-
 
 def tensors(spec: ModelSpec) -> dict[str, TensorRule]:
     """What the checkpoint must hold below the layer's prefix."""
@@ -75,8 +73,9 @@ def _route(g: GraphBuilder, m: MoeSpec, prefix: str, x: ir.Value) -> tuple[ir.Va
     _, indices = g.ops("TopK", 2, choice, g.constant([m.top_k]), axis=-1, name="top_k")
     weights = g.op("GatherElements", scores, indices, axis=-1, name="chosen")
     if m.norm_topk_prob:
-        total = g.op("ReduceSum", weights, g.constant([-1]), keepdims=1, name="total")
-        weights = g.op("Div", weights, g.op("Add", total, g.constant(_NORM_EPSILON)), name="normalised")
+        # A ReduceSum over so few may add them in an order that depends on where in memory they lie, so that a token's
+        # result would depend on its place in the batch. No score is negative, and if all are zero, so is the result.
+        weights = g.op("LpNormalization", weights, axis=-1, p=1, name="normalised")
     return indices, g.op("Mul", weights, g.constant(float(m.scaling_factor)), name="weights")
 
 

@@ -4,8 +4,8 @@
 Written straight from a model's configuration, one tensor in memory at a time. Every matrix that is read per token is
 stored in the one type asked for, embeddings and head included; router, convolution, norms and the per-head vectors are
 float32, as llama.cpp's own converter and `llama-quantize --pure` leave them. The values are random with a standard
-deviation near 0.02, so that activations stay finite and routing spreads over the experts. There is no tokenizer:
-the benchmark programs draw token ids themselves.
+deviation near 0.02, so that activations stay finite and routing spreads over the experts. The tokenizer is llama.cpp's
+own for tests, which writes an id as a number: prompts are token ids, but its server must have a text for each.
 
     python scripts/bench/_gguf.py MODEL OUT.gguf [--type q4_0|nvfp4|mxfp4]     MODEL: config.json or its directory
     python scripts/bench/_gguf.py --show FILE.gguf
@@ -147,7 +147,8 @@ def _write_metadata(writer: Any, spec: ModelSpec, kind: str) -> None:
     writer.add_name(f"random {kind}")
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_tokenizer_model("none")
+    writer.add_tokenizer_model("test")
+    writer.add_token_list([f"{i:x}" for i in range(spec.vocab_size)])
     writer.add_vocab_size(spec.vocab_size)
     writer.add_context_length(CONTEXT)
     writer.add_block_count(len(spec.layers))

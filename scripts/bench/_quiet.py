@@ -62,6 +62,49 @@ def wait_until_idle(limit_s: float) -> None:
             return
 
 
+class Announcement:
+    """A file that is there while something is measured, so that others who share the machine can pause.
+
+    It is not there for long at a time: now and then it goes for a while, and measuring waits.
+
+    Args:
+        path: The file; without one nothing is announced and nothing waits.
+        longest: Seconds after which the next measurement takes a break first.
+        pause: Seconds of a break.
+    """
+
+    def __init__(self, path: Path | None, longest: float = 100, pause: float = 185) -> None:
+        self._path = path
+        self._longest, self._pause = longest, pause
+        self._since: float | None = None
+
+    def __enter__(self) -> Announcement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """What follows is measured."""
+        if self._path is None:
+            return
+        if self._since is not None and time.monotonic() - self._since > self._longest:
+            self.end()
+            time.sleep(self._pause)
+        while self._since is None:
+            try:
+                self._path.touch(exist_ok=False)
+                self._since = time.monotonic()
+            except FileExistsError:  # somebody else measures
+                time.sleep(2)
+
+    def end(self) -> None:
+        """Others may go on."""
+        if self._path is not None and self._since is not None:
+            self._path.unlink(missing_ok=True)
+            self._since = None
+
+
 def measure(work: Callable[[], T], *, wait_s: float = 120, tries: int = 3) -> tuple[T, float]:
     """Run `work`, whose time is spent in child processes, on an idle machine.
 
@@ -69,7 +112,7 @@ def measure(work: Callable[[], T], *, wait_s: float = 120, tries: int = 3) -> tu
         Its result, and the share of all CPUs that others had meanwhile: of the try in which that was least.
     """
     best: tuple[T, float] | None = None
-    for _ in range(tries):
+    for left in reversed(range(tries)):
         wait_until_idle(wait_s)
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         before = Cpu.now()
@@ -83,6 +126,7 @@ def measure(work: Callable[[], T], *, wait_s: float = 120, tries: int = 3) -> tu
             best = result, others
         if others <= OTHERS:
             break
-        print(f"others had {others:.0%} of the CPUs; measuring again", file=sys.stderr)
+        again = "; measuring again" if left else ""
+        print(f"others had {others:.0%} of the CPUs{again}", file=sys.stderr)
     assert best is not None, "there is at least one try"
     return best

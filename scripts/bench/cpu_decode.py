@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -27,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import _llama_cpp
+import _models
 from _process import run
 from _quiet import machine, measure
 
-PATTERNS = {"few": "MEM*E", "full": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
 PROMPTS = (128, 512)
 DECODE = 32
 BATCHES = (4, 16)
@@ -109,24 +107,11 @@ print(json.dumps(found))
 
 
 def prepare(work: Path, shape: str, peers: Path | None, kinds: list[str]) -> dict[str, Path]:
-    """Make the engine and the GGUF files where they are missing; the checkpoint goes when the engine is built."""
-    checkpoint, bundle, engine = (work / f"{shape}-{kind}" for kind in ("checkpoint", "bundle", "engine"))
-    here = Path(__file__).parent
-    if not engine.exists():
-        if not checkpoint.exists():
-            options = ["--format", "nvfp4-all", "--random", "--no-mtp", "--pattern", PATTERNS[shape]]
-            _call(sys.executable, here.parent / "synthetic_checkpoint.py", checkpoint, *options)
-        _call("nemo-build", "export", checkpoint, "-o", bundle, "--force")
-        sizes = ["--max-sequences", max(BATCHES), "--max-context", CONTEXT, "--activations", "bfloat16"]
-        _call("nemo-build", "build", bundle, "-o", engine, "--no-cache", "--weights", "packed", *sizes)
-        shutil.rmtree(bundle)
-        shutil.rmtree(checkpoint)
+    """Make the engine and the GGUF files where they are missing."""
+    engine = _models.engine(work, shape, sequences=max(BATCHES), context=CONTEXT)
     found = {"engine": engine / "target.onnx"}
     if peers is not None:
-        for kind in kinds:
-            found[kind] = work / f"{shape}-{kind}.gguf"
-            if not found[kind].exists():
-                _call(sys.executable, here / "_gguf.py", engine, found[kind], "--type", kind)
+        found |= {kind: _models.gguf(work, shape, engine, kind) for kind in kinds}
     return found
 
 
@@ -135,7 +120,7 @@ def bandwidth(work: Path, threads: list[int]) -> dict[int, float]:
     program = work / "bandwidth"
     source = Path(__file__).with_name("bandwidth.cc")
     if not program.exists():
-        _call("c++", "-O3", "-march=native", "-Wno-psabi", "-pthread", source, "-o", program)
+        _models.call("c++", "-O3", "-march=native", "-Wno-psabi", "-pthread", source, "-o", program)
     done = subprocess.run([program, *map(str, threads)], capture_output=True, text=True, check=True)
     return {int(n): float(v) for n, v in (line.split() for line in done.stdout.splitlines())}
 
@@ -221,14 +206,10 @@ def print_table(speeds: dict[str, dict[str, Any]], ours: str) -> None:
         print(f"{name:26}" + "".join(f"{t:>19}" for t in texts))
 
 
-def _call(*command: object) -> None:
-    subprocess.run([str(c) for c in command], check=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
-    parser.add_argument("--shape", choices=sorted(PATTERNS), default="few")
+    parser.add_argument("--shape", choices=sorted(_models.PATTERNS), default="few")
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", default=f"{len(os.sched_getaffinity(0))},1")
