@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -56,10 +57,12 @@ class AsyncEngine:
         with self._work:
             self._closed = True
             self._work.notify()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
-        self.engine.unlisten(self._notify)
-        self._wake_readers()
+        try:
+            if self._thread is not None:
+                await asyncio.to_thread(self._thread.join)
+        finally:
+            self.engine.unlisten(self._notify)
+            self._wake_readers()
 
     async def generate(
         self,
@@ -128,8 +131,9 @@ class AsyncEngine:
 
     def _notify(self) -> None:
         """A step is over; called in the thread that made it."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake_readers)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, so nobody reads any more
+                self._loop.call_soon_threadsafe(self._wake_readers)
 
     def _wake_readers(self) -> None:
         for request, ready in self._ready.items():

@@ -50,7 +50,8 @@ class Engine:
         self.session = opened.session
         self._scheduler = opened.scheduler
         self._cache = opened.cache
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # whoever uses the scheduler has it
+        self._free = threading.Condition()  # told when nobody has it any more
         self._listeners: list[Callable[[], None]] = []
 
     @classmethod
@@ -250,16 +251,23 @@ class Engine:
         One thread does at a time; the others wait for it.
 
         Args:
-            unless: Asked when it is this thread's turn: whether it needs no step any more.
+            unless: Asked before, and after each step of another thread: whether this one needs no step any more.
         """
+        is_ours = False
         try:
-            with self._lock:
-                if unless() or not self._scheduler.unfinished:
-                    return
+            with self._free:
+                while not (is_ours or unless()):
+                    is_ours = self._lock.acquire(blocking=False)
+                    if not is_ours:
+                        self._free.wait()
+            if is_ours and self._scheduler.unfinished:
                 self._scheduler.step()
         finally:
-            for notify in self._listeners:
-                notify()
+            if is_ours:
+                self._release()
+                self._reap()
+                for notify in list(self._listeners):
+                    notify()
 
     def listen(self, notify: Callable[[], None]) -> None:
         """Have something called after each step, in the thread that made it. It must not wait."""
@@ -278,11 +286,33 @@ class Engine:
                     yield from take(request, i)
                 if all(r.finished and not r.events for r in requests):
                     return
-                self.step(unless=lambda: any(r.events or r.error for r in requests))
+                failed = self._scheduler.statistics().failed
+                try:
+                    self.step(unless=lambda: any(r.events or r.error for r in requests))
+                except Exception:
+                    # Those that ran have ended with it, which their readers are told; ours may have waited only.
+                    if self._scheduler.statistics().failed == failed:
+                        raise
         finally:
             self.cancel(requests)
-            with self._lock:
+            self._reap()
+
+    def _reap(self) -> None:
+        """End what was cancelled, unless a thread steps, which does it afterwards.
+
+        It does not wait for that: a stream that nobody refers to is closed by the garbage collector, perhaps in the
+        very thread that steps.
+        """
+        while self._scheduler.cancelling and self._lock.acquire(blocking=False):
+            try:
                 self._scheduler.reap()
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        self._lock.release()
+        with self._free:
+            self._free.notify_all()
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

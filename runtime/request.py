@@ -46,6 +46,10 @@ class Scheduling:
         problems = []
         if self.prefill_chunk < 1:
             problems.append(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
+        try:
+            hash(self.salt)
+        except TypeError as error:
+            problems.append(f"salt is {self.salt!r}: {error}")
         if self.timeout is not None and not self.timeout > 0:
             problems.append(f"timeout is {self.timeout}; it must be above 0 seconds")
         if problems:
@@ -121,6 +125,7 @@ class Request:
         self.watched = self.followed = False
         self.arrival = 0.0
         self.events: deque[Event] = deque()
+        self._has_ended = False
         self.error: Exception | None = None
         self.counts = TokenCounts(prompt) if params.uses_counts else None
         self.eos_ids = eos_ids
@@ -140,8 +145,8 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended."""
-        return self._stop.finish_reason is not None or self.error is not None
+        """Whether it has ended; then its last event is there, also for readers in other threads."""
+        return self._has_ended or self.error is not None
 
     @property
     def output(self) -> list[int]:
@@ -220,6 +225,7 @@ class Request:
             if self.counts is not None:
                 self.counts.push(token)
             self.events.append(Event(token, self._stop.push(token), i < accepted))
+            self._has_ended = self._stop.finish_reason is not None
         return accepted
 
     def evict(self) -> None:
@@ -230,4 +236,7 @@ class Request:
     def end(self, reason: FinishReason) -> None:
         """End it from outside, if it has not ended; the text held back so far is shown."""
         if not self.finished:
-            self.events.append(Event(None, self._stop.cancel(reason)))
+            before = self._stop.finish_reason  # there is one if its last event was interrupted
+            text = self._stop.cancel(reason) if before is None else StepText("", before)
+            self.events.append(Event(None, text))
+            self._has_ended = True

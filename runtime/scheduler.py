@@ -62,6 +62,7 @@ class SchedulerStatistics:
         preemptions: How often a request lost its slot.
         free_slots: Slots that nobody has.
         memory_used: Bytes of state of the requests that run; 0 where memory is not what limits them.
+        failed: Requests that ended with a step that failed.
     """
 
     running: int
@@ -70,6 +71,7 @@ class SchedulerStatistics:
     preemptions: int
     free_slots: int
     memory_used: int
+    failed: int
 
 
 class Scheduler:
@@ -106,6 +108,7 @@ class Scheduler:
         self._cache = cache
         self._memory = memory
         self._budget = token_budget
+        self._growth = 1 + session.pending  # tokens of a request after a step more than before it, at most
         self._clock = clock
         self._runner = StepRunner(session, speculation, keep_all=cache is not None)
         self._free = list(range(session.slots - 1, -1, -1))
@@ -114,7 +117,7 @@ class Scheduler:
         self._timeouts: list[tuple[float, int, Request]] = []  # a heap
         self._waiting: list[tuple[tuple[float, float], int, Request]] = []  # a heap
         self._running: list[Request] = []
-        self._added = self._steps = self._preemptions = 0
+        self._added = self._steps = self._preemptions = self._failed = 0
         drafter = speculation.speculator.state() if speculation is not None else {}
         self._state = {**session.state(), **drafter}
 
@@ -133,6 +136,11 @@ class Scheduler:
         return bool(self._inbox or self._waiting or self._running)
 
     @property
+    def cancelling(self) -> bool:
+        """Whether a request was cancelled of late, and :meth:`reap` is still to end it."""
+        return bool(self._cancelled)
+
+    @property
     def acceptance(self) -> Acceptance:
         """What came of the drafts."""
         return self._speculation.acceptance if self._speculation is not None else Acceptance()
@@ -146,13 +154,15 @@ class Scheduler:
             self._preemptions,
             len(self._free),
             self._used(),
+            self._failed,
         )
 
     def step(self) -> None:
         """Run one step; the requests that get tokens have them in their events.
 
         A step that fails or is interrupted leaves the state of the requests that run unknown, so it ends them all; and
-        if none ran, those that wait, which it failed to start.
+        if none ran, those that wait, which it failed to start. Wherever that happens, no slot is lost, and no request
+        is in none of the lists.
         """
         try:
             self._step()
@@ -160,17 +170,21 @@ class Scheduler:
             for request in self._running or [r for _, _, r in self._waiting]:
                 if isinstance(error, Exception) and not request.finished:
                     request.error = error
+                    self._failed += 1
                 self.cancel(request)
             self._retire(keep=False)
             self.reap()
+            taken = {r.slot for r in self._running}
+            self._free = [s for s in range(self._session.slots - 1, -1, -1) if s not in taken]
             raise
 
     def reap(self) -> None:
         """End what was cancelled or is out of time, and free its slots; a step begins with this."""
         self._take_in()
-        over = len(self._cancelled)
+        over = 0
         while self._cancelled:
             self._cancelled.popleft().end(FinishReason.CANCELLED)
+            over += 1
         if self._timeouts:
             now = self._clock()
             while self._timeouts and self._timeouts[0][0] <= now:
@@ -185,8 +199,9 @@ class Scheduler:
 
     def _take_in(self) -> None:
         while self._inbox:
-            request = self._inbox.popleft()
+            request = self._inbox[0]
             self._wait(request)
+            self._inbox.popleft()
             if request.scheduling.timeout is not None:
                 self._forget_timeouts()
                 end = request.arrival + request.scheduling.timeout
@@ -204,6 +219,7 @@ class Scheduler:
 
     def _step(self) -> None:
         self._steps += 1
+        self._runner.settle()
         self.reap()
         self._make_way()
         decoding = [r for r in self._running if r.decoding]
@@ -299,17 +315,20 @@ class Scheduler:
         if self._waiting:
             for victim in self._victims(self._waiting[0][2], _yields_to) or ():
                 self._preempt(victim)
-        growth = 1 + self._session.pending
-        while self._memory is not None and len(self._running) > 1 and self._used(growth) > self._memory.total:
+        while self._memory is not None and len(self._running) > 1 and self._used_next() > self._memory.total:
             self._preempt(max(self._running, key=_order))
 
     def _admit(self) -> None:
         """Give free slots to requests that wait, in their order."""
         self._take_in()
         while self._waiting and self._victims(self._waiting[0][2]) is not None:
-            self._start(heapq.heappop(self._waiting)[2])
+            request = self._waiting[0][2]
+            if request not in self._running:  # an interruption may have come between the next two lines
+                self._start(request)
+            heapq.heappop(self._waiting)
 
     def _start(self, request: Request) -> None:
+        request.evict()
         request.slot = self._free.pop()
         self._running.append(request)
         extra: Mapping[str, NDArray[Any]] = {}
@@ -331,7 +350,7 @@ class Scheduler:
             request: It waits.
             yields: Whether one that runs goes for it; ``None``: nobody does.
         """
-        slots, used = len(self._free), self._used()
+        slots, used = len(self._free), self._used_next()
         need = self._need(request, _HEADROOM)
         others = [r for r in self._running if yields is not None and yields(r, request)]
         candidates = sorted(others, key=_order)
@@ -346,30 +365,27 @@ class Scheduler:
                 return None
             victims.append(candidates.pop())
             slots += 1
-            used -= self._need(victims[-1])
+            used -= self._need(victims[-1], self._growth)
         return victims
 
     def _preempt(self, request: Request) -> None:
         """Take the slot of a request away; it waits again."""
         if self._cache is not None:
             self._store(request)
+        self._preemptions += 1
+        self._wait(request)
         self._running.remove(request)
         self._release(request)
         request.evict()
-        self._preemptions += 1
-        self._wait(request)
 
     def _retire(self, *, keep: bool = True) -> None:
         """Free the slots of requests that have ended."""
-        if not any(r.finished for r in self._running):
-            return
-        ended = [r for r in self._running if r.finished]
-        self._running = [r for r in self._running if not r.finished]
-        for request in ended:
+        for request in [r for r in self._running if r.finished]:
             # A text is what the next turn of a conversation begins with.
             if keep and self._cache is not None and request.finish_reason in _WHOLE:
                 self._store(request)
             self._release(request)
+            self._running.remove(request)
             request.slot = None
 
     def _release(self, request: Request) -> None:
@@ -385,6 +401,10 @@ class Scheduler:
     def _used(self, growth: int = 0) -> int:
         """Bytes that the requests that run take, or will when each has grown by so many tokens."""
         return sum(self._need(r, growth) for r in self._running) if self._memory is not None else 0
+
+    def _used_next(self) -> int:
+        """Bytes that they may take after the next step."""
+        return self._used(self._growth)
 
     def _need(self, request: Request, growth: int = 0) -> int:
         if self._memory is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class StepRunner:
         self._features = speculation.speculator.features if speculation is not None else None
         self._keep_all = keep_all
         self._pool: ThreadPoolExecutor | None = None
-        self._computing: Future[tuple[StepOutput, float]] | None = None
+        self._computing = False  # whether the thread has something to do, as far as is known
         self._seconds = 0.0
 
     def compute(self, rows: Sequence[Row], meanwhile: Callable[[], None]) -> Computed:
@@ -74,21 +74,26 @@ class StepRunner:
             meanwhile: Must leave the rows and their slots alone.
         """
         batch = _batch(rows, lean=not any(r.request.watched for r in rows))
-        if self._computing is not None:  # its caller was interrupted
-            wait([self._computing])
         if self._seconds < _WORTH_A_THREAD or not self._session.isolated:
             output, self._seconds = self._timed(batch)
             meanwhile()
             return Computed(rows, output, self._seconds)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "step")
-        self._computing = self._pool.submit(self._timed, batch)
+        self._computing = True
+        computing = self._pool.submit(self._timed, batch)
         try:
             meanwhile()
         finally:
-            output, self._seconds = self._computing.result()
-        self._computing = None
+            output, self._seconds = computing.result()
+        self._computing = False
         return Computed(rows, output, self._seconds)
+
+    def settle(self) -> None:
+        """Wait for what an interrupted caller left behind to be computed; until then its slots must be left alone."""
+        if self._computing and self._pool is not None:
+            self._pool.submit(bool).result()
+            self._computing = False
 
     def take(self, computed: Computed) -> list[tuple[int, int]]:
         """Give each request its tokens and advance it.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import numpy as np
@@ -94,6 +95,59 @@ def test_closing_ends_what_runs(engine):
     asyncio.run(main())
     assert not engine.unfinished
     assert engine.statistics().free_slots == 3
+
+
+def test_a_forgotten_stream_is_closed_by_whatever_thread_collects_it(engine, monkeypatch):
+    """Also by one that is in a step."""
+    step = engine.session.step
+
+    def collecting(batch: object) -> object:
+        monkeypatch.setattr(engine.session, "step", step)
+        gc.collect()
+        return step(batch)
+
+    cycle: list[object] = [engine.stream(PROMPTS[0], LONG)]
+    cycle.append(cycle)
+    next(cycle[0])  # type: ignore[call-overload]
+    del cycle
+    monkeypatch.setattr(engine.session, "step", collecting)
+    thread = threading.Thread(target=engine.generate, args=(PROMPTS[1], GREEDY), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert engine.statistics().free_slots == 3
+
+
+def test_who_waits_for_its_turn_gets_what_a_step_of_another_yields(engine, monkeypatch):
+    """At once, though the other thread goes on with the next step at once."""
+    count, steps, seen, timely = 12, 0, 0, []
+    condition, step = threading.Condition(), engine.session.step
+
+    def slow(batch: object) -> object:
+        nonlocal steps
+        with condition:
+            timely.append(condition.wait_for(lambda: seen == steps, timeout=10))
+        output = step(batch)
+        steps += 1
+        return output
+
+    def wait() -> None:
+        nonlocal seen
+        for n in range(1, count + 1):
+            engine.step(unless=lambda n=n: steps >= n)
+            with condition:
+                seen = n
+                condition.notify()
+
+    monkeypatch.setattr(engine.session, "step", slow)
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
+    thread = threading.Thread(target=wait)
+    for i, _ in enumerate(stream):
+        if i == 0:
+            seen = 1
+            thread.start()
+    thread.join()
+    assert timely == [True] * count
 
 
 def test_timeouts_and_mistakes(engine):

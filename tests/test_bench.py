@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from nemo_build.cli import cli
+from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.errors import RequestError, UserError
 from nemo_build.runtime import Chunk, Engine, FinishReason, SamplingParams
 from nemo_build.runtime.bench import Bench, BenchOptions, Setting, load
@@ -37,6 +38,7 @@ from nemo_build.runtime.bench.run import (
     expand_speculators,
     make_settings,
 )
+from nemo_build.runtime.speculation.kinds import SPECULATORS
 
 from .bench_traces import CATEGORIES, request
 
@@ -223,11 +225,11 @@ def test_the_whole_command(demo_engine_directory, tmp_path):
     assert done.exit_code == 0
     assert "check: all" in done.stdout
     report = json.loads((tmp_path / "r.json").read_text())
-    methods = ["none", "mtp 2", "mtp auto", "ngram 2", "ngram auto"]
+    methods = ["none", *(f"{name} {n}" for name in SPECULATORS for n in (2, "auto"))]
     assert [(s["concurrency"], s["method"]) for s in report["settings"]] == [
         (n, m) for n in (1, 3) for m in methods
     ]
-    assert report["check"] == {"compared": 6 * 9, "equal": True, "differences": []}
+    assert report["check"] == {"compared": 6 * 17, "equal": True, "differences": []}
     assert report["load"]["categories"] == {**dict.fromkeys(CATEGORIES, 1), "code": 2}
     for s in report["settings"]:
         median = s["median"]
@@ -367,7 +369,6 @@ main(["bench", {str(demo_engine_directory)!r}, "--speculate", "none,ngram", "--o
     [
         (["--concurrency", "9"], "concurrency 9: the engine was built for 1 to 4"),
         (["--speculate", "none,magic"], "There is no speculator 'magic'"),
-        (["--speculate", "dspark"], "has no graph dspark_context"),
         (["--draft-len", "1,99"], "The draft length is 99"),
         (["--input-len", "1000", "--output-len", "100"], "need 1099 positions; the engine has 1024"),
         (["--temperature", "-1"], "temperature"),
@@ -380,6 +381,12 @@ def test_mistakes_get_one_clear_message(demo_engine_directory, options, words):
     with pytest.raises(UserError) as caught:
         run(demo_engine_directory, *options)
     assert words in str(caught.value)
+
+
+def test_a_speculator_that_the_engine_lacks(tiny_bundle, tmp_path):
+    engine = build_engine(tiny_bundle, tmp_path / "engine", options=BuildOptions(1, 64)).out
+    with pytest.raises(UserError, match="has no graph dspark_context"):
+        run(engine, "--speculate", "dspark")
 
 
 def test_all_mistakes_in_settings_are_told_at_once(demo_engine_directory):

@@ -139,6 +139,28 @@ def test_broken_logits_end_only_their_sequence(engine):
     assert engine.generate(PROMPTS[0], GREEDY) == want
 
 
+def test_a_step_that_fails_ends_those_that_ran_and_nobody_else(demo_engine_directory):
+    engine = Engine.load(demo_engine_directory, max_sequences=1)
+    want = engine.generate(PROMPTS[1], GREEDY)
+    running = engine.stream(PROMPTS[0], GREEDY)
+    next(running)
+    step, fails = engine.session.step, iter([True])
+
+    def once(batch):
+        if next(fails, False):
+            raise RuntimeError("the device is gone")
+        return step(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.session, "step", once)
+        assert (
+            engine.generate(PROMPTS[1], GREEDY) == want
+        )  # it waited when its thread made the step that failed
+    with pytest.raises(BundleError, match="the device is gone"):
+        list(running)
+    assert engine.statistics().failed == 1
+
+
 def test_pending_tokens_change_nothing(demo_engine_directory, engine):
     """A session that leaves tokens uncommitted, as speculation needs, generates the same."""
     session = OrtSession(demo_engine_directory / "target.onnx", slots=2, context=512, pending=5)

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +21,9 @@ from nemo_build.runtime.prefix_cache import PrefixCache
 from nemo_build.runtime.request import Request, Scheduling
 from nemo_build.runtime.scheduler import Scheduler
 from nemo_build.runtime.speculation.lengths import DraftLengthController
+from nemo_build.runtime.speculation.lookup import LookupSpeculator
 from nemo_build.runtime.speculation.rounds import Speculation
-from nemo_build.runtime.stopping import FinishReason
+from nemo_build.runtime.stopping import FinishReason, StopState
 
 from .toy_session import END, VOCABULARY, ToySession, ToySpeculator, ToyTable, row_of
 
@@ -266,6 +272,173 @@ def test_a_preempted_request_comes_back_from_the_cache(pending):
     assert low.output == alone(list(range(20)), params)
     fed = sum(int(b.lengths.sum()) for b in session.steps)
     assert fed < 20 + 30, "what was kept is not computed again"
+
+
+def test_who_is_preempted_for_memory_is_not_taken_back_in_the_same_step():
+    session = ToySession(16, pending=16, hidden=True)
+    speculation = Speculation(ToySpeculator(session, 0.3), 15, 16)
+    scheduler = Scheduler(session, speculation, memory=SlotMemory(16 * 16 * 110, 10, 16))
+    params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    requests = [request_of([i] * (60 + i % 7), params) for i in range(24)]
+    for r in requests:
+        scheduler.add(r)
+    while scheduler.unfinished:
+        before = {r for r in requests if r.slot is not None}
+        preemptions = scheduler.statistics().preemptions
+        scheduler.step()
+        left = {r for r in before if r.slot is None and not r.finished}
+        assert len(left) == scheduler.statistics().preemptions - preemptions
+    assert scheduler.statistics().preemptions > 0
+    assert requests[-1].output == alone(requests[-1].tokens[: requests[-1].prompt_tokens], params)
+
+
+@pytest.mark.parametrize("drafting", ["token", "block"])
+def test_drafts_of_no_distribution_can_be_verified_by_rejection_too(drafting):
+    session = ToySession(2, pending=4)
+    scheduler = Scheduler(session, Speculation(LookupSpeculator(), 3, 2, drafting=drafting))
+    params = SamplingParams(max_tokens=30, seed=1, logit_bias={5: 50, 6: 50})
+    requests = [request_of([i, 5, 6] * 5, params) for i in range(3)]
+    for r in requests:
+        scheduler.add(r)
+    run(scheduler)
+    assert scheduler.acceptance.steps > 0
+    assert [r.output for r in requests] == [alone([i, 5, 6] * 5, params) for i in range(3)]
+
+
+def test_a_salt_that_cannot_be_told_from_others_is_refused():
+    with pytest.raises(RequestError, match="unhashable"):
+        Scheduling(salt=["tenant"])
+
+
+@pytest.mark.parametrize("ends", ["by itself", "from outside"])
+def test_who_sees_that_a_request_has_ended_finds_its_last_event(ends, monkeypatch):
+    """Readers look from other threads, at any moment."""
+    seen: list[bool] = []
+
+    def watched(method: Any) -> Any:
+        def call(state: StopState, *args: Any) -> Any:
+            text = method(state, *args)
+            seen.append(request.finished)
+            return text
+
+        return call
+
+    monkeypatch.setattr(StopState, "push", watched(StopState.push))
+    monkeypatch.setattr(StopState, "cancel", watched(StopState.cancel))
+    scheduler, request = Scheduler(ToySession(1)), request_of([1, 2])
+    scheduler.add(request)
+    scheduler.step()
+    if ends == "from outside":
+        scheduler.cancel(request)
+    run(scheduler)
+    assert request.finished
+    assert not any(seen)
+
+
+def test_a_slot_is_left_alone_while_an_interrupted_step_still_computes():
+    session = ToySession(1)
+    cache = PrefixCache(session.states, capacity=1 << 20, block=4)
+    scheduler, prompt = Scheduler(session, cache=cache), list(range(30))
+    scheduler.add(request_of(prompt))
+    run(scheduler)
+    scheduler.add(request_of([7] * 29))
+    scheduler.step()
+    scheduler.step()
+    scheduler._runner._seconds = 1.0  # so that the next one is computed in a thread
+    session._seconds = 0.2
+
+    def interrupt() -> bool:
+        session.fails = bool
+        time.sleep(0.05)  # until the other thread waits
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return False
+
+    session.fails = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step()
+    session._seconds = 0.0
+    request = request_of([*prompt, 3])
+    scheduler.add(request)
+    run(scheduler)
+    assert request.cached_tokens == 30
+    assert request.output == alone([*prompt, 3])
+
+
+def interrupted(line: int) -> bool:
+    """Interrupt steps when so many lines of the runtime have run; whether there are as many."""
+    session = ToySession(2, pending=4, hidden=True)
+    speculator = ToySpeculator(session, 0.7)
+    states = [*session.states, *speculator.states]
+    lookahead = speculator.lookahead
+    cache = PrefixCache(states, capacity=1 << 20, pending=4, block=8, lookahead=lookahead)
+    speculation = Speculation(speculator, 3, 2, watch_all=True)
+    memory = SlotMemory(10 + 16 * 150, 10, 16)
+    scheduler = Scheduler(session, speculation, cache=cache, memory=memory, token_budget=40)
+    requests = [request_of([i] * (20 + 10 * i), priority=i % 2, timeout=1e9) for i in range(4)]
+    for r in requests:
+        scheduler.add(r)
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if Path(frame.f_code.co_filename).name not in ("scheduler.py", "steps.py", "request.py", "rounds.py"):
+            return None
+        left -= event == "line"
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        run(scheduler)
+        return False
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    later = [request_of([i] * 25) for i in range(3)]
+    for r in later:
+        scheduler.add(r)
+    run(scheduler)
+    assert all(r.finished for r in requests), "nobody waits for ever"
+    assert scheduler.statistics().free_slots == 2
+    assert [r.output for r in later] == [alone([i] * 25) for i in range(3)]
+    for r in requests:
+        if r.finish_reason is not FinishReason.CANCELLED:
+            assert r.output == alone(r.tokens[: r.prompt_tokens])
+    return True
+
+
+def test_steps_may_be_interrupted_anywhere(monkeypatch):
+    # One may be interrupted between the two's notes of who is in a slot.
+    release = lambda speculator, slot: speculator._tokens.pop(slot, None)  # noqa: E731
+    monkeypatch.setattr(ToySpeculator, "release", release)
+    line = 1
+    while interrupted(line):
+        line += 113
+    assert line > 1000
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 7])
+def test_texts_go_on_to_the_end_of_the_context(drafts):
+    context, params = 24, SamplingParams(max_tokens=99, temperature=0, ignore_eos=True)
+    prompts = [[i] * n for i, n in enumerate((1, 16, 22, 23, 24))]
+
+    def serve(session: ToySession, speculation: Speculation | None = None) -> list[list[int]]:
+        scheduler = Scheduler(session, speculation)
+        requests = [Request(p, params, eos_ids=(END,), table=ToyTable(), context=context) for p in prompts]
+        for r in requests:
+            scheduler.add(r)
+        run(scheduler)
+        return [r.output for r in requests]
+
+    session = ToySession(2, context, pending=drafts + 1 if drafts else 0, hidden=True)
+    speculation = Speculation(ToySpeculator(session, 0.9), drafts, 2) if drafts else None
+    outputs = serve(session, speculation)
+    assert [len(o) for o in outputs] == [context - len(p) + 1 for p in prompts]
+    assert outputs == serve(ToySession(1, context))
 
 
 def build(rng: np.random.Generator, slots: int) -> tuple[Scheduler, PrefixCache | None]:

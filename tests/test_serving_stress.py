@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.runtime import Engine, FinishReason, SamplingParams, Scheduling
 from nemo_build.runtime.request import Request
@@ -25,6 +26,8 @@ NEAR_TIE = 1e-4
 
 LONGEST = 40
 """Tokens of an answer."""
+
+CONTEXT = 512
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,13 @@ def load(directory: Path, speculator: str, rng: np.random.Generator, slots: int)
         "prefix_cache": int(rng.choice([0, 1 << 20, 32 << 20])),
         "token_budget": int(rng.choice([33, 64, 512])),
     }
-    return Engine.load(directory, max_sequences=slots, max_context=512, **options)
+    if rng.random() < 0.5:
+        plan = read_manifest(directory, ENGINE_BUNDLE)["plan"]
+        sequence = (plan["state"] + plan["cache"] * CONTEXT // plan["context"]) // plan["slots"]
+        options["memory"] = (
+            plan["weights_memory"] + plan["activations"] + options["prefix_cache"] + 3 * sequence
+        )
+    return Engine.load(directory, max_sequences=slots, max_context=CONTEXT, **options)
 
 
 def serve(engine: Engine, plain: Engine, questions: list[Question], seed: int, steps: int) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.acceptance import Acceptance, RequestRates
-from nemo_build.runtime.speculation.base import Committed, DraftRequest, Speculator
+from nemo_build.runtime.speculation.base import Chooser, Committed, DraftRequest, Speculator
 from nemo_build.runtime.speculation.drafting import DistributionChooser, Drafting, chooser_for
 from nemo_build.runtime.speculation.lengths import DraftLengthController
 from nemo_build.runtime.speculation.verify import Method
@@ -161,9 +161,7 @@ class Speculation:
             if proposal.confidence is not None and self._controller is not None:
                 survival = np.cumprod(proposal.confidence)
                 tokens = tokens[: _paying(survival[None], self._controller.price(len(requests)))[0]]
-            chooser = request.choose
-            drawn = chooser.probabilities[: len(tokens)] if isinstance(chooser, DistributionChooser) else None
-            drafts[i] = Drafts(tokens, drawn)
+            drafts[i] = Drafts(tokens, _drawn_from(request.choose, len(tokens)))
         return drafts
 
     def _ask(self, request: Request, length: int) -> DraftRequest:
@@ -188,6 +186,13 @@ class Speculation:
         survival = self._rates.survival(slots, self._controller.acceptance.rates())[:, :length]
         paying = _paying(survival, self._controller.price(len(requests)))
         return [min(n, int(p)) for n, p in zip(most, paying, strict=True)]
+
+
+def _drawn_from(chooser: Chooser, count: int) -> NDArray[np.float64] | None:
+    """The distributions of the first so many drafts; ``None`` if there are none, or the speculator did not ask."""
+    if not isinstance(chooser, DistributionChooser) or not len(chooser.probabilities):
+        return None
+    return chooser.probabilities[:count]
 
 
 def _paying(survival: NDArray[np.floating], price: float) -> NDArray[np.int64]:

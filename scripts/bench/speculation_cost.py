@@ -9,7 +9,8 @@ target run as always, and then the target is made to accept each draft with a gi
 over the rounds; figures are medians.
 
 With few layers, drafter and output head weigh more than in the whole model. `full` in the result is an extrapolation to
-its 52 layers from these measurements: the layers' part of a step times 52/5, drafter and head as they are.
+its 52 layers from these measurements: the layers' part of a step times 52/5, drafter and head as they are. The head's
+part of a plain step is its part of the bytes that are read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -87,6 +88,7 @@ class Bench:
         self._table = Tokenizer.load(directory)
         manifest = read_manifest(directory, ENGINE_BUNDLE)
         self.vocabulary: int = manifest["spec"]["vocab_size"]
+        self.head_share = head_share(manifest)
         rng = np.random.default_rng(0)
         self._prompts: list[list[int]] = rng.integers(0, self.vocabulary, (16, PROMPT)).tolist()
 
@@ -116,7 +118,11 @@ class Bench:
         }
 
     def head(self, widths: Sequence[int], runs: int = 15) -> dict[int, float]:
-        """Seconds that the logits of so many tokens of one sequence take: steps with them less steps without."""
+        """Seconds that the logits of so many tokens of one sequence take: steps with them less steps without.
+
+        That is too much for what they take in a step, because a few layers whose weights no head pushes out of the
+        caches take less; how it grows with the tokens is right.
+        """
         session = self.open(1).session
         rng, found = np.random.default_rng(1), {}
 
@@ -176,6 +182,18 @@ class Bench:
             scheduler.step()
         seconds = perf_counter() - start
         return sum(len(r.tokens) for r in requests) - before, seconds
+
+
+def head_share(manifest: Mapping[str, Any]) -> float:
+    """The head's part of the bytes that a token's step reads, and so of a plain step, which memory limits."""
+    moe, sizes = manifest["spec"]["moe"], {"head": 0.0, "layers": 0.0}
+    for name, tensor in manifest["weights"]["tensors"].items():
+        if name.startswith("lm_head."):
+            sizes["head"] += tensor["nbytes"]
+        elif name.startswith("backbone.layers."):
+            routed = ".experts." in name
+            sizes["layers"] += tensor["nbytes"] * (moe["top_k"] / moe["num_experts"] if routed else 1)
+    return sizes["head"] / sum(sizes.values())
 
 
 def deeper(step_s: float, head_s: float) -> float:
@@ -254,12 +272,16 @@ def print_table(cases: Sequence[dict[str, Any]]) -> None:
 
 
 def make_record(
-    options: argparse.Namespace, samples: dict[Setting, list[dict[str, Any]]], heads: list[dict[int, float]]
+    options: argparse.Namespace,
+    samples: dict[Setting, list[dict[str, Any]]],
+    heads: list[dict[int, float]],
+    head_share: float,
 ) -> dict[str, Any]:
     """All that was measured so far."""
-    head = {width: statistics.median(h[width] for h in heads) for width in heads[0]}
-    cases = summarize(samples, head)
     plain_s = plain_step(samples)
+    growth = {width: statistics.median(h[width] / h[1] for h in heads) for width in heads[0]}
+    head = {width: head_share * plain_s * g for width, g in growth.items()}
+    cases = summarize(samples, head)
     return {
         "bench": "speculation_cost",
         "command": "python scripts/bench/speculation_cost.py WORK",
@@ -302,7 +324,7 @@ def main() -> None:
                 announcement.begin()
                 samples[setting].append(bench.measure(setting, number))
             heads.append(bench.head([1, *(n + 1 for n in LENGTHS if n)]))
-            record = make_record(options, samples, heads)
+            record = make_record(options, samples, heads, bench.head_share)
             if options.out:  # also before the last round, since a run takes long
                 options.out.write_text(json.dumps(record, indent=1) + "\n")
     print_table(record["cases"])
