@@ -79,6 +79,7 @@ def benchmarks_page() -> str:
         "serving": _serving_section,
         "serving_demo": _serving_section,
         "cpu_ops": _cpu_ops_section,
+        "scheduler": _scheduler_section,
         "speculation": _speculation_section,
         "speculation_cost": _speculation_cost_section,
     }
@@ -231,6 +232,20 @@ def _cpu_ops_section(record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _scheduler_section(record: dict[str, Any]) -> str:
+    counts = sorted({c["requests"] for c in record["cases"]})
+    rows = ["| microseconds a step, requests: | " + " | ".join(map(str, counts)) + " |"]
+    rows.append("|---" * (1 + len(counts)) + "|")
+    for case in dict.fromkeys(c["case"] for c in record["cases"]):
+        found = {c["requests"]: c["microseconds"] for c in record["cases"] if c["case"] == case}
+        rows.append(f"| {case} | " + " | ".join(f"{found[n]:.0f}" for n in counts) + " |")
+    return (
+        f"## The scheduler without a model\n\n{record['date']}, `{record['command']}` on {record['cores']} cores of an "
+        f"{record['cpu']}: what a step of requests that decode costs beside the session's own time (batch, drafts, "
+        "verification, text), greedy where not said otherwise; medians.\n\n" + "\n".join(rows) + "\n"
+    )
+
+
 def _speculation_section(record: dict[str, Any]) -> str:
     batches = sorted({c["batch"] for c in record["cases"]})
     head = " | ".join(f"tokens/s, {b} at a time" for b in batches)
@@ -243,7 +258,8 @@ def _speculation_section(record: dict[str, Any]) -> str:
     return (
         f"## Speculation on the demo checkpoint\n\n{record['date']}, `{record['command']}` on {record['cores']} cores "
         f"of an {record['cpu']} ({record['instruction_set']}): greedy texts after {record['prompts']} prompts, "
-        f"medians over {record['rounds']} rounds; in brackets against plain decoding. The checkpoint is so small that "
+        f"medians over {record['rounds']} rounds, each after a pass over the same "
+        "prompts; in brackets against plain decoding. The checkpoint is so small that "
         "a step is mostly overhead, which says little of larger ones; acceptance is that of this checkpoint.\n\n"
         + "\n".join(rows)
         + "\n"
