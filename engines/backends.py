@@ -34,6 +34,11 @@ def open_graph(directory: Path, manifest: Mapping[str, Any], graph: str, **optio
     return _backend(directory, manifest).graph(_file(directory, manifest, graph), **options)
 
 
+def require_runnable(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise BundleError if the backend that an engine was built for cannot run it here."""
+    _backend(directory, manifest)
+
+
 @dataclass(frozen=True)
 class Backend:
     """What opens graphs."""
@@ -47,7 +52,8 @@ def _backend(directory: Path, manifest: Mapping[str, Any]) -> Backend:
     if name not in BACKENDS:
         known = ", ".join(BACKENDS)
         raise BundleError(f"{directory} was built for the backend {name!r}; this version has {known}.")
-    if manifest["options"]["weights"] not in ("plain", "in-place") and native.library() is None:
+    is_packed = name == "onnxruntime" and manifest["options"]["weights"] not in ("plain", "in-place")
+    if is_packed and native.library() is None:
         raise BundleError(
             f"The weights of {directory} are laid out for the native kernels, which are not to be had here.",
             hint="`nemo-build doctor` says why; an engine built with --weights plain runs without them.",
@@ -65,5 +71,11 @@ def _onnxruntime() -> Backend:
     return Backend(OrtGraph, OrtSession)
 
 
-BACKENDS: Mapping[str, Callable[[], Backend]] = {"onnxruntime": _onnxruntime}
+def _tensorrt_rtx() -> Backend:
+    from nemo_build.engines.tensorrt_rtx.running import refuse
+
+    raise refuse()
+
+
+BACKENDS: Mapping[str, Callable[[], Backend]] = {"onnxruntime": _onnxruntime, "tensorrt-rtx": _tensorrt_rtx}
 """What opens graphs, by the name in an engine's manifest."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,8 @@ from nemo_build.engines.cache import ContentDigests, EngineCache
 from nemo_build.engines.lowering import lower, set_precision
 from nemo_build.engines.options import ACTIVATIONS, CONVERSIONS, WEIGHTS
 from nemo_build.engines.plan import MemoryPlan, host_memory, plan_memory
-from nemo_build.engines.targets import TARGETS
+from nemo_build.engines.provenance import kernel_interface
+from nemo_build.engines.targets import Target, find_target, require_backend
 from nemo_build.engines.weights import (
     PlacedWeight,
     StoredTensor,
@@ -64,6 +65,8 @@ class BuildOptions:
         weights: A name of :data:`~nemo_build.engines.options.WEIGHTS`.
         activations: What projections round their inputs to, ``float32``, ``bfloat16`` or ``int8``; ``auto`` is
             bfloat16 for a checkpoint in bfloat16, else float32. Sums are float32 always.
+        phases: Of a backend with several graphs for a step, which ones, with commas between them.
+        gpus: Of a backend that compiles, ``target`` for the target's GPU, ``all`` for all it knows.
     """
 
     max_sequences: int = 8
@@ -71,6 +74,8 @@ class BuildOptions:
     memory: int | None = None
     weights: str = "auto"
     activations: str = "auto"
+    phases: str = "decode,prefill"
+    gpus: str = "target"
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,58 @@ class BuildResult:
     plan: MemoryPlan
     key: str
     cached: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a build reads.
+
+    Attributes:
+        bundle: The model bundle's directory.
+        folder: Where the checkpoint's files are.
+        manifest: The bundle's manifest.
+        models: The portable graphs by name.
+        tensors: The checkpoint's tensors that they refer to, by name.
+    """
+
+    bundle: Path
+    folder: Path
+    manifest: dict[str, Any]
+    models: dict[str, onnx.ModelProto]
+    tensors: dict[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a maker wrote, for the manifest: graphs, digests of the files with weights, and the weights in them."""
+
+    graphs: dict[str, dict[str, Any]]
+    weight_files: dict[str, str]
+    tensors: dict[str, dict[str, Any]]
+
+
+class Maker(Protocol):
+    """What makes an engine of some inputs with one backend.
+
+    Attributes:
+        settings: The options with defaults filled in.
+        backend: The backend's name and version, and what else the manifest says of it.
+        plan: What the engine needs in memory.
+    """
+
+    settings: dict[str, Any]
+    backend: dict[str, Any]
+    plan: MemoryPlan
+
+    def available(self, options: BuildOptions) -> tuple[int, str]:
+        """Bytes that the plan may take, and of what."""
+        ...
+
+    def write(
+        self, directory: Path, out: Path, digests: list[str], progress: BuildProgress | None
+    ) -> Written:
+        """Write graphs and weights into a directory, which is to become `out`; `digests` are those of the shards."""
+        ...
 
 
 class BuildProgress(Protocol):
@@ -118,7 +175,7 @@ def build_engine(
         UserError: Unknown or unavailable target, or `out` exists.
     """
     options = options or BuildOptions()
-    _require_target(target)
+    rule = require_backend(target)
     require_output(out, force=force, source=bundle)
     manifest = read_manifest(bundle, MODEL_BUNDLE)
     check_files(bundle, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
@@ -129,21 +186,17 @@ def build_engine(
     }
     tensors = stored_tensors(models.values())
     _check_shards(manifest, folder, tensors.values())
-    settings = _settings(manifest, options, tensors)
-    weights = _weights(models.values(), settings)
-    plan = _plan(manifest, weights, settings)
-    if options.memory is None:
-        plan.require(host_memory(), "this machine")
-    else:
-        plan.require(options.memory, "the memory allowed")
-
+    inputs = Inputs(bundle, folder, manifest, models, tensors)
+    maker = _MAKERS[rule.name](inputs, find_target(target), options)
+    maker.plan.require(*maker.available(options))
     contents = _content_digests(folder, tensors.values(), progress)
     provenance = {
         "nemo_build": nemo_build.__version__,
         "engine_format": FORMAT_VERSION,
         "target": target,
-        "backend": {"name": "onnxruntime", "version": onnxruntime.__version__},
-        "options": settings,
+        "backend": maker.backend,
+        "kernels": kernel_interface(),
+        "options": maker.settings,
         "inputs": {
             "checkpoint_digest": manifest["checkpoint"]["digest"],
             "drafter_digests": {kind: d["checkpoint"]["digest"] for kind, d in manifest["drafters"].items()},
@@ -155,79 +208,104 @@ def build_engine(
     key = sha256_json(provenance)
 
     def fill(directory: Path) -> None:
-        _write_engine(directory, bundle, folder, manifest, models, weights, provenance, plan, progress)
+        _write_engine(directory, out, inputs, maker, provenance, progress)
 
     # An engine in place shares its files with the checkpoint, which the cache must not make read-only.
-    if not use_cache or settings["weights"] == "in-place":
+    if not use_cache or maker.settings["weights"] == "in-place":
         with publish(out) as directory:
             fill(directory)
-        return BuildResult(out, plan, key, cached=False)
+        return BuildResult(out, maker.plan, key, cached=False)
     cache = EngineCache(key)
     with cache.lock(), publish(out) as directory:
         cached = cache.is_complete()
         if not cached:
             cache.store(fill)
         cache.copy_to(directory)
-    return BuildResult(out, plan, key, cached)
+    return BuildResult(out, maker.plan, key, cached)
 
 
 def _write_engine(
     directory: Path,
-    bundle: Path,
-    folder: Path,
-    manifest: dict[str, Any],
-    models: dict[str, onnx.ModelProto],
-    weights: list[PlacedWeight],
+    out: Path,
+    inputs: Inputs,
+    maker: Maker,
     provenance: dict[str, Any],
-    plan: MemoryPlan,
     progress: BuildProgress | None,
 ) -> None:
     """Write all files of an engine into an empty directory."""
-    in_place = provenance["options"]["weights"] == "in-place"
-    if in_place:
-        weight_files = _link_shards(directory, folder, weights, provenance)
-    else:
-        report = (
-            progress.start("packing weights", sum(w.weight.nbytes for w in weights)) if progress else None
-        )
-        weight_files = {WEIGHTS_FILE: write_packed(weights, folder, directory / WEIGHTS_FILE, report)}
-    graphs = {}
-    for name, model in models.items():
-        if in_place:
-            _point_at_links(model)
-        else:
-            point_at(model, weights, WEIGHTS_FILE)
-        path = directory / f"{name}.onnx"
-        path.write_bytes(model.SerializeToString(deterministic=True))
-        entry = manifest["graphs"][name]
-        graphs[name] = {**entry, "file": path.name, "sha256": sha256_file(path)}
-    files = copy_files(bundle, directory, manifest["files"])
+    manifest = inputs.manifest
+    written = maker.write(directory, out, provenance["inputs"]["shards_sha256"], progress)
+    files = copy_files(inputs.bundle, directory, manifest["files"])
     content = {
         **provenance,
         "spec": manifest["spec"],
         "graph_options": manifest["graph_options"],
         "drafters": manifest["drafters"],
-        "graphs": graphs,
-        "plan": plan.to_json(),
+        "graphs": written.graphs,
+        "plan": maker.plan.to_json(),
         "files": files,
         "sizes": {
             str(path.relative_to(directory)): path.stat().st_size
             for path in sorted(directory.rglob("*"))
             if path.is_file()
         },
-        "weights": {
-            "files": weight_files,
-            "tensors": {w.weight.name: w.to_json() for w in weights},
-        },
+        "weights": {"files": written.weight_files, "tensors": written.tensors},
     }
     write_manifest(directory, ENGINE_BUNDLE, content)
 
 
-def _require_target(name: str) -> None:
-    if name not in TARGETS:
-        raise UserError(f"There is no target {name!r}.", [f"{t.name}: {t.product}" for t in TARGETS.values()])
-    if name != "cpu":
-        raise UserError(f"This version builds engines for cpu only, not yet for {name}.")
+class _Packing:
+    """An engine for ONNX Runtime on a CPU: the graphs, and a file of weights."""
+
+    def __init__(self, inputs: Inputs, target: Target, options: BuildOptions) -> None:
+        self.settings = _settings(inputs.manifest, options, inputs.tensors)
+        self.backend: dict[str, Any] = {"name": "onnxruntime", "version": onnxruntime.__version__}
+        self._inputs = inputs
+        self._weights = _weights(inputs.models.values(), self.settings)
+        self.plan = _plan(inputs.manifest, self._weights, self.settings)
+
+    def available(self, options: BuildOptions) -> tuple[int, str]:
+        """The machine's memory, unless asked otherwise."""
+        if options.memory is None:
+            return host_memory(), "this machine"
+        return options.memory, "the memory allowed"
+
+    def write(
+        self, directory: Path, out: Path, digests: list[str], progress: BuildProgress | None
+    ) -> Written:
+        """Pack or link the weights, and write the graphs that refer to them."""
+        weights, folder = self._weights, self._inputs.folder
+        in_place = self.settings["weights"] == "in-place"
+        if in_place:
+            weight_files = _link_shards(directory, folder, weights, digests)
+        else:
+            total = sum(w.weight.nbytes for w in weights)
+            report = progress.start("packing weights", total) if progress else None
+            weight_files = {WEIGHTS_FILE: write_packed(weights, folder, directory / WEIGHTS_FILE, report)}
+        graphs = {}
+        for name, model in self._inputs.models.items():
+            if in_place:
+                _point_at_links(model)
+            else:
+                point_at(model, weights, WEIGHTS_FILE)
+            path = directory / f"{name}.onnx"
+            path.write_bytes(model.SerializeToString(deterministic=True))
+            entry = self._inputs.manifest["graphs"][name]
+            graphs[name] = {**entry, "file": path.name, "sha256": sha256_file(path)}
+        return Written(graphs, weight_files, {w.weight.name: w.to_json() for w in weights})
+
+
+def _compiling(inputs: Inputs, target: Target, options: BuildOptions) -> Maker:
+    from nemo_build.engines.tensorrt_rtx.build import Compiling
+
+    return Compiling(inputs, target, options)
+
+
+_MAKERS: Mapping[str, Callable[[Inputs, Target, BuildOptions], Maker]] = {
+    "onnxruntime": _Packing,
+    "tensorrt-rtx": _compiling,
+}
+"""What makes engines, by the backend's name."""
 
 
 def _settings(
@@ -261,6 +339,8 @@ def _settings(
         problems.append(
             f"--activations {activations} needs the native kernels, and not --weights plain, which computes in float32"
         )
+    if (options.phases, options.gpus) != (BuildOptions.phases, BuildOptions.gpus):
+        problems.append("--phases and --gpus are for targets whose engines are compiled; cpu has one graph")
     if problems:
         raise UserError("The engine cannot be built as asked:", problems)
     return {
@@ -307,11 +387,11 @@ def _plan(
 
 
 def _link_shards(
-    directory: Path, folder: Path, weights: Iterable[PlacedWeight], provenance: Mapping[str, Any]
+    directory: Path, folder: Path, weights: Iterable[PlacedWeight], shards_sha256: list[str]
 ) -> dict[str, str]:
     """Hard links to the checkpoint's files inside the engine; returns their sha256 by name."""
     sources = sorted({t.source for w in weights for t in w.weight.sources()})
-    digests = dict(zip(sources, provenance["inputs"]["shards_sha256"], strict=True))
+    digests = dict(zip(sources, shards_sha256, strict=True))
     linked = {}
     for source in sources:
         name = _link_name(source)

@@ -8,12 +8,14 @@ import importlib.util
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import nemo_build
 from nemo_build.engines.plan import host_memory
+from nemo_build.errors import UserError
 from nemo_build.plugins import native as kernels
 from nemo_build.plugins.codecs import native
 from nemo_build.settings import cache_directory, threads
@@ -99,7 +101,7 @@ def diagnose() -> Diagnosis:
             _try_onnxruntime("CPUExecutionProvider", "onnxruntime (cpu)"),
             _try_onnxruntime("CUDAExecutionProvider", "onnxruntime (cuda)"),
             _installed("tensorrt"),
-            _installed("tensorrt_rtx"),
+            _tensorrt_rtx(),
         ),
     )
 
@@ -192,8 +194,26 @@ def _try_onnxruntime(provider: str, name: str) -> Backend:
     return Backend(name, True, f"onnxruntime {ort.__version__} ran a test graph")
 
 
+def _tensorrt_rtx() -> Backend:
+    """Whether engines can be built: the right version is there, and its library loads."""
+    from nemo_build.engines.tensorrt_rtx.builder import installed_version, require_package
+
+    name = "tensorrt_rtx (build)"
+    try:
+        require_package()
+    except UserError as error:
+        return Backend(name, False, error.headline)
+    # In a process of its own: a library that does not belong to this machine may end the process.
+    command = [sys.executable, "-c", "import tensorrt_rtx; print(tensorrt_rtx.__version__)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return Backend(name, False, f"it does not load: {last}")
+    return Backend(name, True, f"{installed_version()} builds engines on this machine; nothing runs them yet")
+
+
 def _installed(module: str) -> Backend:
-    """TensorRT backends: no engine is made for them yet, so only their presence is told."""
+    """A backend that no engine is made for yet, so only its presence is told."""
     there = importlib.util.find_spec(module) is not None
     detail = "installed, but this version builds no engine for it" if there else "not installed"
     return Backend(module, False, detail)

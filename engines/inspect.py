@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from nemo_build.bundle import ENGINE_BUNDLE, MODEL_BUNDLE, Progress, read_manifest, sha256_file
-from nemo_build.engines.targets import TARGETS, Target
+from nemo_build.engines import tensorrt_rtx
+from nemo_build.engines.forecast import held_states, sizing_on
+from nemo_build.engines.provenance import mismatches
+from nemo_build.engines.targets import TARGETS, Target, state_types
+from nemo_build.engines.tensorrt_rtx import plan_file
 from nemo_build.errors import BundleError, UserError
 from nemo_build.export.models import expected_tensors, model_states
 from nemo_build.spec import BlockKind, ModelSpec, load_spec
 from nemo_build.state import StateSpec
 
-USABLE = 0.92
-"""Share of a device's memory that weights and state may take; the rest is for activations and the runtime."""
-
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits a device with the weights as they are stored, recurrent state in float32 and caches in bfloat16.
+    """What fits a device with the weights as they are stored, and states in the types that it holds them in.
 
     Attributes:
         target: The device.
@@ -114,9 +115,22 @@ def _inspect_engine(path: Path) -> Report:
         "backend": manifest["backend"],
         "options": manifest["options"],
         "plan": manifest["plan"],
+        "mismatches": mismatches(manifest),
+        "compiled": _summaries(path, manifest),
     }
     spec = ModelSpec.from_json(manifest["spec"])
     return _report(path, "engine", spec, len(tensors), dict(by_dtype), engine)
+
+
+def _summaries(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What compiled graphs say of themselves, by name. Raises BundleError if one is damaged or for other GPUs."""
+    if manifest["backend"]["name"] != tensorrt_rtx.NAME:
+        return {}
+    found = {}
+    for name, graph in manifest["graphs"].items():
+        plan_file.require_sms(path / graph["file"], tuple(manifest["backend"]["sms"]))
+        found[name] = plan_file.summarize(path / graph["file"]).to_json()
+    return found
 
 
 def _inspect_bundle(path: Path) -> Report:
@@ -168,7 +182,7 @@ def _report(
         bytes_by_dtype=by_dtype,
         state_per_sequence=state,
         cache_per_token=per_token,
-        fits=tuple(_fit(t, weight_bytes, state, per_token, limit) for t in TARGETS.values() if t.memory_gb),
+        fits=tuple(_fit(t, spec, everything, weight_bytes) for t in TARGETS.values() if t.memory_gb),
         engine=engine,
     )
 
@@ -201,12 +215,8 @@ def _elements(states: list[StateSpec], context: int) -> int:
     return sum(math.prod(s.resolve(sizes)) for s in states)
 
 
-def _fit(target: Target, weight_bytes: int, state: int, per_token: int, limit: int) -> Fit:
-    assert target.memory_gb is not None, "only targets with a known memory are asked for"
-    free = int(target.memory_gb * 1e9 * USABLE) - weight_bytes
-    if free < state + per_token:
-        return Fit(target.name, target.memory_gb, 0, 0)
-    context = min(limit, (free - state) // per_token) if per_token else limit
-    per_sequence = state + per_token * min(8192, limit)
-    sequences = free // per_sequence if per_sequence else 0
-    return Fit(target.name, target.memory_gb, context, sequences)
+def _fit(target: Target, spec: ModelSpec, states: list[StateSpec], weight_bytes: int) -> Fit:
+    held = held_states(states, *state_types(target))
+    sizing = sizing_on(target, spec, held, weight_bytes)
+    sequences = sizing.most_sequences(min(8192, spec.max_positions)) if states else 0
+    return Fit(target.name, target.memory_gb or 0, sizing.longest_context(), sequences)

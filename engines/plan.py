@@ -32,7 +32,8 @@ class MemoryPlan:
         weights_memory: Bytes of the weights in memory, in the form the backend computes with.
         state: Bytes of the state that does not grow with the context, all slots.
         cache: Bytes of the key/value caches, all slots at full context.
-        activations: Bytes of the largest intermediate results of a step in which all slots prefill.
+        activations: Bytes of the largest intermediate results of a step: one in which all slots prefill, unless steps
+            have a limit.
     """
 
     slots: int
@@ -70,7 +71,7 @@ class MemoryPlan:
                 f"weights {_gib(self.weights_memory)} ({_gib(self.weights_file)} on disk)",
                 f"recurrent state {_gib(self.state)} = {self.slots} sequences x {_gib(self.state // self.slots)}",
                 f"key/value cache {_gib(self.cache)} = {self.slots} sequences x {self.context} positions",
-                f"activations {_gib(self.activations)} while all prefill {PREFILL_CHUNK} tokens at a time",
+                f"activations {_gib(self.activations)} of the largest step",
             ],
             hint,
         )
@@ -86,15 +87,28 @@ def plan_memory(
     weights_memory: int,
     native: bool,
     pending: int = 0,
+    step_tokens: int | None = None,
+    activation_size: int = 4,
 ) -> MemoryPlan:
     """Work out the plan for the state buffers of all graphs of an engine.
 
-    `native` says that the native kernels run it, which never hold the scores of a whole context; `pending` is how many
-    tokens a step may leave uncommitted.
+    Args:
+        spec: The model.
+        states: The state buffers.
+        slots: Sequences at a time.
+        context: Positions per sequence.
+        weights_file: Bytes of the weights on disk.
+        weights_memory: Bytes of the weights in memory.
+        native: Whether the kernels never hold the scores of a whole context.
+        pending: Tokens of a sequence that a step may leave uncommitted.
+        step_tokens: Tokens of a step at most; ``None``: a chunk of a prompt for each slot.
+        activation_size: Bytes of an intermediate result.
     """
     states = list(states)
     cache = [s for s in states if "context" in s.shape]
     rest = [s for s in states if "context" not in s.shape]
+    tokens = slots * min(PREFILL_CHUNK, context)
+    tokens = tokens if step_tokens is None else min(tokens, max(step_tokens, slots))
     return MemoryPlan(
         slots,
         context,
@@ -102,7 +116,7 @@ def plan_memory(
         weights_memory,
         state_bytes(rest, slots=slots, pending=pending),
         state_bytes(cache, slots=slots, context=context),
-        _activation_bytes(spec, slots * min(PREFILL_CHUNK, context), 0 if native else context),
+        activation_size * _activations(spec, tokens, 0 if native else context),
     )
 
 
@@ -117,8 +131,8 @@ def host_memory() -> int:
     return min(limits)
 
 
-def _activation_bytes(spec: ModelSpec, tokens: int, context: int) -> int:
-    """Float32 results alive at once in the widest block.
+def _activations(spec: ModelSpec, tokens: int, context: int) -> int:
+    """Numbers alive at once in the widest block.
 
     The reference body of attention holds the scores over `context` positions three times (raw, masked, normalised),
     which dominate where it is long; the other blocks hold a few copies of their widest projection.
@@ -130,7 +144,7 @@ def _activation_bytes(spec: ModelSpec, tokens: int, context: int) -> int:
         2 * spec.moe.shared_intermediate_size if spec.moe else 0,
         2 * spec.moe.top_k * (spec.hidden_size + spec.moe.intermediate_size) if spec.moe else 0,
     ]
-    return 4 * tokens * (max(scores, *widths) + 4 * spec.hidden_size)
+    return tokens * (max(scores, *widths) + 4 * spec.hidden_size)
 
 
 def _gib(nbytes: int) -> str:

@@ -165,7 +165,11 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _describe_tensors(ledger: Ledger) -> dict[str, Any]:
-    return {"tensors": len(ledger.entries), "bytes_by_dtype": ledger.bytes_by_dtype}
+    return {
+        "tensors": len(ledger.entries),
+        "bytes_by_dtype": ledger.bytes_by_dtype,
+        "bytes_by_role": ledger.bytes_by_format,
+    }
 
 
 def _describe_drafter(drafter: Drafter, graphs: list[str]) -> dict[str, Any]:

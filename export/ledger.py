@@ -92,6 +92,24 @@ class Ledger:
         return _totals((info.dtype, info.nbytes) for _, info in self.entries.values())
 
     @cached_property
+    def bytes_by_format(self) -> dict[str, dict[str, int]]:
+        """Bytes by role and by format: ``nvfp4`` or ``fp8`` with their scales, else the dtype in small letters."""
+        totals: dict[str, Counter[str]] = {}
+        for name, (rule, info) in self.entries.items():
+            totals.setdefault(rule.role, Counter())[self._format(name, info)] += info.nbytes
+        return {role: dict(counts.most_common()) for role, counts in sorted(totals.items())}
+
+    def _format(self, name: str, info: TensorInfo) -> str:
+        """The format that a tensor is a part of, or its dtype."""
+        prefix, _, suffix = name.rpartition(".")
+        _, weight = self.entries.get(f"{prefix}.weight", (None, info))
+        stored = format_of(weight.dtype)
+        if stored is None or "weight_scale" not in stored.parts((1, 1)):
+            return info.dtype.lower()
+        scaled = suffix == INPUT_SCALE or suffix in stored.parts((1, 1))
+        return str(stored.NAME) if scaled else info.dtype.lower()
+
+    @cached_property
     def bytes_by_role(self) -> dict[str, int]:
         """Bytes by role, largest first."""
         return _totals((rule.role, info.nbytes) for rule, info in self.entries.values())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class StateSpec:
         kind: ``conv``, ``ssm``, ``ssm_pending``, ``key`` or ``value``.
         shape: Dimensions; a string is a sum of numbers and of ``slots``, ``pending`` (tokens that a step may
             leave uncommitted) and ``context`` (positions of a cache), for example ``"3+pending"``.
-        dtype: ``float32``, ``float16`` or ``bfloat16``.
+        dtype: ``float32``, ``float16``, ``bfloat16`` or ``fp8`` (E4M3).
     """
 
     name: str

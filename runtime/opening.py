@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from nemo_build.bundle import ENGINE_BUNDLE, check_files, read_manifest
+from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
+from nemo_build.engines.backends import require_runnable
 from nemo_build.engines.plan import host_memory, plan_memory
+from nemo_build.engines.provenance import check_engine
 from nemo_build.engines.session import Session
-from nemo_build.errors import BundleError, PlanError, RequestError
+from nemo_build.errors import PlanError, RequestError
 from nemo_build.plugins import native
 from nemo_build.runtime.memory import SlotMemory
 from nemo_build.runtime.prefix_cache import PrefixCache
@@ -53,6 +55,10 @@ class Options:
             for name, value in found.items()
             if value is not None and value < least[name]
         ]
+        if self.drafting not in get_args(Drafting):
+            problems.append(
+                f"drafting is {self.drafting!r}; it must be one of {', '.join(get_args(Drafting))}"
+            )
         if problems:
             raise RequestError("The engine cannot be loaded as asked:", problems)
 
@@ -78,7 +84,8 @@ def open_engine(directory: Path, options: Options) -> Opened:
     """Open an engine bundle; errors are those of :meth:`nemo_build.runtime.engine.Engine.load`."""
     options.check()
     manifest = read_manifest(directory, ENGINE_BUNDLE)
-    _check_engine(directory, manifest)
+    check_engine(directory, manifest)
+    require_runnable(directory, manifest)
     slots, context = _sizes(manifest["options"], options.max_sequences, options.max_context)
     kind = speculator_kind(options.speculate, options.draft_length, manifest["graphs"])
     most = ADAPTIVE_DRAFTS if options.draft_length is None else options.draft_length
@@ -172,17 +179,3 @@ def _sizes(options: Mapping[str, int], sequences: int | None, context: int | Non
     if problems:
         raise RequestError("The engine cannot be loaded as asked:", problems)
     return sequences, context
-
-
-def _check_engine(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Graphs and text files by digest, the weights by size (``inspect --verify`` reads them whole)."""
-    check_files(directory, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
-    problems = []
-    for name in manifest["weights"]["files"]:
-        size, path = manifest["sizes"][name], directory / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            has = "but is missing" if found is None else f"but has {found}"
-            problems.append(f"{path} should have {size} bytes, {has}")
-    if problems:
-        raise BundleError("The engine's weights are damaged:", problems, "Build the engine again.")

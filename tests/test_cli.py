@@ -16,7 +16,19 @@ from click.testing import CliRunner
 from nemo_build import __version__
 from nemo_build.cli import cli
 
-VERBS = ["bench", "build", "chat", "demo", "doctor", "export", "generate", "inspect", "quantize"]
+VERBS = [
+    "bench",
+    "build",
+    "chat",
+    "demo",
+    "diff",
+    "doctor",
+    "export",
+    "generate",
+    "inspect",
+    "quantize",
+    "targets",
+]
 
 
 def run(*arguments: object, **kwargs):

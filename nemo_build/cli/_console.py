@@ -15,6 +15,8 @@ from nemo_build.errors import UserError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_WIDE = 200  # columns of a table that goes into a file or a pipe, whose lines nobody wraps
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 force_option = click.option("--force", is_flag=True, help="Replace the output if it exists.")
 
@@ -94,7 +96,10 @@ def table(title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...]) 
     shown = Table(*header, title=title, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         shown.add_row(*row)
-    Console().print(shown)
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDE)
+    console.print(shown)
 
 
 def key_values(pairs: dict[str, Any]) -> None:

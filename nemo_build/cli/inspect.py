@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -55,11 +56,24 @@ def command(path: Path, verify: bool, as_json: bool) -> None:
                 "memory": f"{size(plan['total'])}: weights {size(plan['weights_memory'])}, "
                 f"state {size(plan['state'])}, cache {size(plan['cache'])}, "
                 f"activations {size(plan['activations'])}",
+                "made with": "; ".join(report.engine["mismatches"]) or "what is here",
             }
         )
+        for name, compiled in report.engine["compiled"].items():
+            click.echo(f"\n{name}: {_compiled(compiled)}")
     click.echo()
     rows = [(f.target, f"{f.memory_gb:g} GB", *_fit_cells(f.context, f.sequences)) for f in report.fits]
     table("With the weights as they are", rows, ("target", "memory", "longest context", "sequences at 8K"))
+
+
+def _compiled(summary: dict[str, Any]) -> str:
+    """What a compiled graph holds, in a few words."""
+    header = summary["header"]
+    constants = ", ".join(f"{dtype} {size(n)}" for dtype, n in summary["constants"].items())
+    return (
+        f"{size(header['nbytes'])} for SM {', '.join(map(str, header['sms']))}; constants {constants}; "
+        f"scratch {size(summary['scratch'])}; {summary['kernels']} kernels, {summary['products']} products"
+    )
 
 
 def _fit_cells(context: int, sequences: int) -> tuple[str, str]:

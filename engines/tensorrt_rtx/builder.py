@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building of plans, each in a process of its own.
+
+The library may abort or crash, which nothing in the process can catch; and a process that has built one plan orders the
+next one otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nemo_build.bundle import Progress
+from nemo_build.engines.tensorrt_rtx import VERSION
+from nemo_build.engines.tensorrt_rtx.phases import Phase
+from nemo_build.errors import UserError
+
+DISTRIBUTION = "tensorrt-rtx"
+
+_INSTALL = f"Install it: pip install 'nemo-build[rtx]', or pip install {DISTRIBUTION}=={VERSION}."
+
+
+@dataclass(frozen=True)
+class Job:
+    """One plan to build.
+
+    Attributes:
+        model: The lowered graph; its weights lie beside it.
+        out: The plan's file.
+        log: Where the library's messages go; the file stays if the build fails.
+        sms: GPUs, compute capability times ten.
+        profile: Smallest, usual and largest shape of each input that varies.
+    """
+
+    model: Path
+    out: Path
+    log: Path
+    sms: tuple[int, ...]
+    profile: Mapping[str, Sequence[Sequence[int]]]
+
+    def told(self, out: int) -> dict[str, Any]:
+        """What the process is told: nothing that depends on where files are. `out` is an open file."""
+        profile = {name: [list(shape) for shape in shapes] for name, shapes in self.profile.items()}
+        return {"model": self.model.name, "out": out, "sms": list(self.sms), "profile": profile}
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build took: peak memory of its process in bytes, memory-mapped weights included."""
+
+    peak: int
+
+
+def installed_version() -> str | None:
+    """The version of the distribution that is installed; None if there is none."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require_package() -> None:
+    """Raise UserError if the distribution is missing, or is of another version than this backend is written for."""
+    found = installed_version()
+    if found is None:
+        raise UserError(
+            f"TensorRT-RTX engines need a package that is not installed: {DISTRIBUTION}.", hint=_INSTALL
+        )
+    if found != VERSION:
+        raise UserError(
+            f"{DISTRIBUTION} {found} is installed; this version of nemo-build knows {VERSION} only.",
+            hint=_INSTALL,
+        )
+
+
+def profile_of(model_inputs: Mapping[str, Sequence[int | str]], phase: Phase) -> dict[str, list[list[int]]]:
+    """The profile of a phase for inputs by name and shape; dimensions are ``batch``, ``steps`` and ``rows``.
+
+    The usual shape decides more than speed. Where it has a single token, the compiler finds it cheaper to write the
+    decoded rows of all chosen experts to memory than to decode them as they are multiplied, and the scratch memory of
+    that is for the largest shape: gigabytes.
+    """
+    largest = {"batch": phase.slots, "steps": phase.steps, "rows": phase.logit_rows}
+    usual = {"batch": 1, "steps": phase.steps, "rows": 1}
+    smallest = dict.fromkeys(largest, 1)
+    return {
+        name: [[d if isinstance(d, int) else sizes[d] for d in shape] for sizes in (smallest, usual, largest)]
+        for name, shape in model_inputs.items()
+        if any(isinstance(d, str) for d in shape)
+    }
+
+
+def build_plan(job: Job, progress: Progress | None = None) -> Built:
+    """Build one plan; a file of its name appears when it is whole.
+
+    Args:
+        job: What to build.
+        progress: Told of each number of bytes written.
+
+    Raises:
+        UserError: The compiler refuses the graph, or its process ends by a signal. The log stays.
+    """
+    partial = job.out.with_suffix(".partial")
+    with open(partial, "wb") as out, open(job.log, "ab") as log:
+        process = _start(job.model.parent, out.fileno(), log)
+        told = job.told(out.fileno())
+    try:
+        last = _follow(process, told, progress)
+        _require_success(job, last, process.wait())
+        os.replace(partial, job.out)
+    except BaseException:  # also Ctrl-C
+        process.kill()
+        process.wait()
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+    job.log.unlink()
+    return Built(int(last["peak"]))
+
+
+def _start(folder: Path, out: int, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start the process in the model's folder; its messages, and what the library prints as it crashes, are the log.
+
+    Where the library has a choice of order it follows addresses. So that they are the same each time, the process is
+    told no path, has none in its search path (-P), and Python's hashes have a fixed seed; the rest it does itself.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", f"{__package__}.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        cwd=folder,
+        pass_fds=[out],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
+
+
+def _follow(process: subprocess.Popen[bytes], told: object, progress: Progress | None) -> dict[str, Any]:
+    """Give a process its job and follow its events; returns the last one."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):  # it ended before it read; how is told by its exit
+        process.stdin.write(json.dumps(told).encode())
+        process.stdin.close()
+    last: dict[str, Any] = {"event": "nothing"}
+    for line in process.stdout:
+        last = json.loads(line)
+        if last["event"] == "bytes" and progress:
+            progress(last["count"])
+    return last
+
+
+def _require_success(job: Job, last: Mapping[str, Any], code: int) -> None:
+    hint = f"The compiler's messages are in {job.log}."
+    if code < 0:
+        how = f"signal {-code}" + (", as when memory runs out" if code == -9 else "")
+        raise UserError(f"TensorRT-RTX ended its process while it built {job.out.stem}: {how}.", hint=hint)
+    if last["event"] == "refused":
+        raise UserError(last["headline"], [p[:500] for p in last["problems"]], _hint(last["problems"], hint))
+    if code or last["event"] != "done":
+        raise UserError(f"The build of {job.out.stem} failed (exit code {code}).", hint=hint)
+
+
+def _hint(problems: Sequence[str], otherwise: str) -> str:
+    """How to mend what the compiler refuses."""
+    if any("HW-specific datatypes" in p for p in problems):
+        return f"Build for GPUs that have these types, or convert the weights (--weights int4). {otherwise}"
+    return otherwise

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs graphs lowered for TensorRT-RTX in ONNX Runtime, with what that lacks put into standard ops.
+
+What only TensorRT-RTX has is replaced by what it is defined to compute: attention over a filled part of a cache by
+attention with a mask, FP4 constants by their values, FP4 rounding at run time by the portable graph's text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+
+from nemo_build.engines.session import StepBatch
+from nemo_build.engines.tensorrt_rtx.emitter import FLOAT
+from nemo_build.engines.tensorrt_rtx.forms import WeightTable
+from nemo_build.engines.tensorrt_rtx.lowering import OVERFLOW, lower, lowered_states
+from nemo_build.engines.tensorrt_rtx.phases import phases_of
+from nemo_build.engines.weights import stored_tensors
+from nemo_build.plugins.codecs.nvfp4 import E2M1
+from nemo_build.plugins.formats import activations
+
+ORT_OPSET = 24
+
+
+class LoweredModel:
+    """All phases of one graph of a bundle on shared state, as a session of the portable graph would run.
+
+    Args:
+        bundle: The model bundle.
+        graph: The graph's name.
+        slots: Rows of the state.
+        context: Positions of a row.
+        sms: GPUs it is lowered for.
+        convert: Form for unquantized projections.
+        rounds: Whether projections round their inputs as the checkpoint says.
+    """
+
+    def __init__(
+        self,
+        bundle: Path,
+        graph: str = "target",
+        *,
+        slots: int = 3,
+        context: int = 128,
+        sms: tuple[int, ...] = (120,),
+        convert: str | None = None,
+        rounds: bool = True,
+    ) -> None:
+        self.graph = graph
+        model = onnx.load(bundle / f"{graph}.onnx", load_external_data=False)
+        self.table = WeightTable(stored_tensors([model]), sms, convert=convert, compute=FLOAT, rounds=rounds)
+        phases = {p.name: p for p in phases_of(slots, context)}
+        lowered = {n: lower(model, p, self.table, FLOAT) for n, p in phases.items()}
+        contents = {n: b"".join(map(bytes, w.chunks(bundle))) for n, w in self.table.weights.items()}
+        self.sessions = {n: _session(m, contents) for n, m in lowered.items()}
+        self.states = lowered_states(model, phases["decode"], FLOAT)
+        self.state = {s.name: np.zeros(s.resolve({"slots": slots}), np.float32) for s in self.states}
+        self.overflow = 0
+
+    def step(self, phase: str, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
+        """One step of all rows, row i in slot i; returns logits and hidden states."""
+        session = self.sessions[phase]
+        feeds: dict[str, Any] = {
+            **self.state,
+            **{n: getattr(batch, n) for n in ("input_ids", "lengths", "past", "accepted", "logit_rows")},
+        }
+        if batch.hidden_in is not None:
+            feeds["hidden_in"] = batch.hidden_in
+        names = [o.name for o in session.get_outputs()]
+        found = dict(zip(names, session.run(names, feeds), strict=True))
+        self.state = {s.name: found[s.output] for s in self.states}
+        self.overflow = int(found[OVERFLOW][0]) if OVERFLOW in found else 0
+        return found["logits"], found["hidden"]
+
+
+def _session(model: onnx.ModelProto, contents: dict[str, bytes]) -> ort.InferenceSession:
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            tensor.raw_data = contents[tensor.name]
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
+    _mask_attention(model)
+    _decode_constants(model)
+    _round_inputs(model)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _replace_nodes(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> None:
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def _mask_attention(model: onnx.ModelProto) -> None:
+    """Query i of a row sees the keys j <= i + lengths - L, in place of lengths and a causal flag."""
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type != "Attention":
+            nodes.append(node)
+            continue
+        q, k, v, *_, lengths = node.input
+        scale = next(a.f for a in node.attribute if a.name == "scale")
+        text = f"""<ir_version: 11, opset_import: ["" : {ORT_OPSET}]> g (float[a] q) => (float[a] y) {{
+            zero = Constant <value_int = 0> ()
+            one = Constant <value_int = 1> ()
+            zero1 = Constant <value_ints = [0]> ()
+            axes = Constant <value_ints = [1, 2, 3]> ()
+            axes013 = Constant <value_ints = [0, 1, 2]> ()
+            axes012 = Constant <value_ints = [0, 1, 3]> ()
+            steps = Shape <start = 2, end = 3> (q)
+            steps0 = Squeeze (steps, zero1)
+            size = Shape <start = 2, end = 3> (k)
+            size0 = Squeeze (size, zero1)
+            i = Range (zero, steps0, one)
+            j = Range (zero, size0, one)
+            i4 = Unsqueeze (i, axes012)
+            j4 = Unsqueeze (j, axes013)
+            first = Sub (lengths, steps)
+            first4 = Unsqueeze (first, axes)
+            last = Add (i4, first4)
+            mask = LessOrEqual (j4, last)
+            y = Attention <scale : float = {scale}> (q, k, v, mask)
+        }}"""
+        outer = {"q": q, "k": k, "v": v, "lengths": lengths, "y": node.output[0]}
+        nodes += _named(onnx.parser.parse_model(text).graph.node, outer, node.name)
+    _replace_nodes(model, nodes)
+
+
+def _named(nodes: Any, outer: dict[str, str], prefix: str) -> list[onnx.NodeProto]:
+    """Nodes with their values renamed: some to values of the graph around them, the others made unique."""
+    for node in nodes:
+        for names in (node.input, node.output):
+            names[:] = [outer.get(n, f"{prefix}/{n}") if n else "" for n in names]
+    return list(nodes)
+
+
+def _decode_constants(model: onnx.ModelProto) -> None:
+    """Products of constants in 4 and 8 bits become float32 constants."""
+    constants = {t.name: t for t in model.graph.initializer}
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type != "DequantizeLinear" or any(n not in constants for n in node.input[:2]):
+            nodes.append(node)
+            continue
+        codes, scales = (_numbers(constants[n]) for n in node.input[:2])
+        attributes = {a.name: a.i for a in node.attribute}
+        if "block_size" in attributes:
+            scales = np.repeat(scales, attributes["block_size"], axis=attributes["axis"])
+        decoded = onnx.numpy_helper.from_array((codes * scales).astype(np.float32), node.output[0])
+        constants[node.output[0]] = decoded
+        model.graph.initializer.append(decoded)
+    _replace_nodes(model, nodes)
+    used = {n for node in model.graph.node for n in node.input}
+    kept = [t for t in model.graph.initializer if t.name in used]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+
+
+def _numbers(tensor: onnx.TensorProto) -> np.ndarray:
+    """A constant's values in float32."""
+    raw, shape = np.frombuffer(tensor.raw_data, np.uint8), tuple(tensor.dims)
+    if tensor.data_type in (onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.INT4):
+        nibbles = np.stack([raw & 15, raw >> 4], axis=-1).reshape(shape)
+        signed = nibbles.astype(np.int16) - 16 * (nibbles >= 8)
+        return E2M1[nibbles] if tensor.data_type == onnx.TensorProto.FLOAT4E2M1 else signed.astype(np.float32)
+    if tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN:
+        return raw.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(shape)
+    return onnx.numpy_helper.to_array(tensor).astype(np.float32)
+
+
+def _round_inputs(model: onnx.ModelProto) -> None:
+    """FP4 rounding at run time and its two decodings become the portable graph's text."""
+    by_input: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            by_input.setdefault(name, []).append(node)
+    gone: set[str] = set()
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type == "TRT_FP4DynamicQuantize":
+            (scales,) = by_input[node.output[1]]
+            (last,) = by_input[node.output[0]]
+            assert last.input[1] == scales.output[0]
+            gone |= {scales.name, last.name}
+            body = activations.nvfp4("out", "x", "scale", "q")
+            text = f'<ir_version: 11, opset_import: ["" : {ORT_OPSET}]> g (float[a] x) => (float[a] out) {{ {body} }}'
+            outer = {"x": node.input[0], "scale": node.input[1], "out": last.output[0]}
+            nodes += _named(onnx.parser.parse_model(text).graph.node, outer, node.name)
+        elif node.name not in gone:
+            nodes.append(node)
+    _replace_nodes(model, nodes)

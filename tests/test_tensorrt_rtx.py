@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorRT-RTX engines: built here, the same bytes twice, read without a GPU; and everything that is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import stat
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
+from nemo_build.demo import CHECKPOINT
+from nemo_build.engines.backends import open_session
+from nemo_build.engines.build import BuildOptions, build_engine
+from nemo_build.engines.inspect import inspect, verify_weights
+from nemo_build.engines.targets import TARGETS
+from nemo_build.engines.tensorrt_rtx import VERSION, builder, plan_file
+from nemo_build.engines.tensorrt_rtx.build import GPUS
+from nemo_build.engines.tensorrt_rtx.builder import Job, build_plan, profile_of
+from nemo_build.engines.tensorrt_rtx.forms import WeightTable
+from nemo_build.engines.tensorrt_rtx.lowering import lower
+from nemo_build.engines.tensorrt_rtx.phases import phases_of
+from nemo_build.engines.weights import place, point_at, stored_tensors, write_packed
+from nemo_build.errors import BundleError, PlanError, UserError
+from nemo_build.export.exporter import export_bundle
+
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None or builder.installed_version() != VERSION,
+    reason=f"tensorrt-rtx {VERSION} is not installed: pip install 'nemo-build[rtx]'",
+)
+
+OPTIONS = BuildOptions(max_sequences=2, max_context=64, phases="decode")
+
+
+def plans(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(directory.glob("*.engine"))}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle, tmp_path_factory) -> Path:
+    """An engine of the random checkpoint for one GPU. Treat as read-only."""
+    out = tmp_path_factory.mktemp("rtx") / "engine"
+    return build_engine(tiny_bundle, out, "rtx-pro-6000", OPTIONS, use_cache=False).out
+
+
+@pytest.fixture
+def plan(engine, tmp_path) -> Path:
+    """A private copy of a plan, which a test may damage."""
+    path = tmp_path / "plan.engine"
+    path.write_bytes((engine / "target.decode.engine").read_bytes())
+    return path
+
+
+@needs_package
+def test_engine_says_what_it_is(engine, tmp_path):
+    manifest = read_manifest(engine, ENGINE_BUNDLE)
+    assert manifest["backend"] == {"name": "tensorrt-rtx", "version": VERSION, "sms": [120]}
+    assert set(manifest["graphs"]) == {"target.decode", "mtp.decode"}
+    graph = manifest["graphs"]["target.decode"]
+    assert graph["steps"] == graph["pending"] == 8
+    assert "slots" not in graph["inputs"]
+    assert {s["dtype"] for s in graph["state"]} == {"float32", "bfloat16"}
+    assert sorted(p.name for p in engine.parent.iterdir()) == ["engine"], "no logs, no temporary files"
+    assert not list(engine.glob("*.onnx")) + list(engine.glob(".*"))
+    verify_weights(engine)
+    report = inspect(engine)
+    assert report.engine is not None
+    summary = report.engine["compiled"]["target.decode"]
+    assert summary["header"]["sms"] == (120,)
+    assert summary["constants"]["bf16"] > 0
+    assert summary["kernels"] > 0
+    assert summary["scratch"] == graph["scratch"]
+
+
+@needs_package
+def test_two_builds_differ_at_most_in_the_order_of_some_entries(engine, tiny_bundle, tmp_path):
+    build_engine(tiny_bundle, tmp_path / "again", "rtx-pro-6000", OPTIONS, use_cache=False)
+    require_same(engine, tmp_path / "again")
+    first, second = (read_manifest(d, ENGINE_BUNDLE) for d in (engine, tmp_path / "again"))
+    for manifest in (first, second):
+        del manifest["weights"]["files"]
+        for graph in manifest["graphs"].values():
+            del graph["sha256"]
+    assert first == second
+
+
+def require_same(a: Path, b: Path) -> None:
+    """Plans of one length that differ in some bytes at most: the library orders some entries by addresses."""
+    first, second = plans(a), plans(b)
+    assert first.keys() == second.keys()
+    for name, data in first.items():
+        assert len(data) == len(second[name])
+        assert np.count_nonzero(np.frombuffer(data, np.uint8) != np.frombuffer(second[name], np.uint8)) < 1000
+
+
+@needs_package
+def test_second_build_comes_from_the_cache(tiny_bundle, tmp_path):
+    options = replace(OPTIONS, max_context=48)
+    first = build_engine(tiny_bundle, tmp_path / "a", "rtx-50", options)
+    second = build_engine(tiny_bundle, tmp_path / "b", "rtx-50", options)
+    other = build_engine(tiny_bundle, tmp_path / "c", "dgx-spark", options)
+    assert (first.cached, second.cached, other.cached) == (False, True, False)
+
+
+@pytest.mark.slow
+@needs_package
+@pytest.mark.parametrize(
+    "target", ["a100", "rtx-30", "l40s", "rtx-40", "rtx-pro-6000", "rtx-50", "dgx-spark"]
+)
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_demo_checkpoint_for_every_target(target, weights, tmp_path):
+    export_bundle(CHECKPOINT, tmp_path / "bundle")
+    options = BuildOptions(max_sequences=4, max_context=1024, weights=weights)
+    result = build_engine(tmp_path / "bundle", tmp_path / "engine", target, options, use_cache=False)
+    assert set(read_manifest(result.out, ENGINE_BUNDLE)["graphs"]) == {
+        f"{name}.{phase}" for name in ("target", "mtp") for phase in ("decode", "prefill")
+    }
+    summary = plan_file.summarize(result.out / "target.decode.engine")
+    assert summary.header.sms == (TARGETS[target].sm,)
+    assert ("int4" in summary.constants) == (weights == "int4")
+
+
+@pytest.mark.slow
+@needs_package
+def test_demo_checkpoint_twice_for_all_gpus(tmp_path):
+    export_bundle(CHECKPOINT, tmp_path / "bundle")
+    options = BuildOptions(max_sequences=4, max_context=1024, gpus="all")
+    for name in "ab":
+        build_engine(tmp_path / "bundle", tmp_path / name, "rtx-50", options, use_cache=False)
+    assert plan_file.read_header(tmp_path / "a" / "target.prefill.engine").sms == GPUS
+    require_same(tmp_path / "a", tmp_path / "b")
+
+
+@needs_package
+def test_running_is_refused_with_the_reason(engine, monkeypatch):
+    manifest = read_manifest(engine, ENGINE_BUNDLE)
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi, whatever machine this is
+    with pytest.raises(BundleError, match="cannot be run here") as caught:
+        open_session(engine, manifest, "target.decode", slots=1, context=64)
+    assert any("no NVIDIA GPU" in p for p in caught.value.problems)
+
+
+def test_missing_and_wrong_package(tiny_bundle, tmp_path, monkeypatch):
+    for found, message in ((None, "not installed: tensorrt-rtx"), ("1.6.0.1", r"tensorrt-rtx 1\.6\.0\.1 is")):
+        monkeypatch.setattr(builder, "installed_version", lambda found=found: found)
+        with pytest.raises(UserError, match=message) as caught:
+            build_engine(tiny_bundle, tmp_path / "engine", "rtx-50", OPTIONS)
+        assert f"pip install tensorrt-rtx=={VERSION}" in caught.value.hint
+
+
+@needs_package
+def test_all_that_makes_no_sense_is_named(tiny_bundle, tmp_path):
+    options = BuildOptions(0, 5000, None, "plain", "int8", "prefill", "some")
+    with pytest.raises(UserError) as caught:
+        build_engine(tiny_bundle, tmp_path / "engine", "a100", options)
+    assert len(caught.value.problems) == 6
+    with pytest.raises(UserError, match="nvfp4 needs a type that SM 80 lacks"):
+        build_engine(tiny_bundle, tmp_path / "engine", "a100", replace(OPTIONS, weights="nvfp4"))
+    with pytest.raises(UserError, match="SM 80, SM 86, SM 89 lacks"):
+        build_engine(tiny_bundle, tmp_path / "e", "rtx-50", replace(OPTIONS, weights="nvfp4", gpus="all"))
+    with pytest.raises(UserError, match="cpu has one graph"):
+        build_engine(tiny_bundle, tmp_path / "engine", "cpu", OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_package
+def test_context_that_does_not_fit(tiny_bundle, tmp_path):
+    options = BuildOptions(max_sequences=4000, max_context=1024, memory=1 << 30)
+    with pytest.raises(PlanError, match="key/value cache"):
+        build_engine(tiny_bundle, tmp_path / "engine", "rtx-50", options)
+
+
+def small_job(directory: Path, body: str, sms: tuple[int, ...] = (120,)) -> Job:
+    """A job for a graph given as text."""
+    text = f'<ir_version: 10, opset_import: ["" : 20]> small (float[4, 4] x) => (float[a, b] y) {{ {body} }}'
+    path = directory / "small.onnx"
+    path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+    return Job(path, directory / "small.engine", directory / "small.log", sms, {})
+
+
+@needs_package
+def test_unsupported_nodes_are_named_and_the_log_stays(tmp_path):
+    job = small_job(tmp_path, "n = NonZero (x) y = Cast <to = 1> (n)")
+    with pytest.raises(UserError, match="cannot read small") as caught:
+        build_plan(job)
+    assert any(p.startswith("NonZero at ") for p in caught.value.problems)
+    assert "small.log" in caught.value.hint
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["small.log", "small.onnx"]
+
+
+@needs_package
+def test_types_that_a_gpu_lacks_are_named(tiny_bundle, tmp_path):
+    """Past our own check, the compiler's is passed on."""
+    model = onnx.load(tiny_bundle / "mtp.onnx", load_external_data=False)
+    table = WeightTable(stored_tensors([model]), (120,), convert="nvfp4")
+    (phase,) = phases_of(1, 64, ("decode",))
+    lowered = lower(model, phase, table)
+    placed = place(table.weights.values())
+    write_packed(placed, tiny_bundle, tmp_path / "weights.bin")
+    point_at(lowered, placed, "weights.bin")
+    (tmp_path / "mtp.onnx").write_bytes(lowered.SerializeToString())
+    shapes = {
+        i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim]
+        for i in lowered.graph.input
+    }
+    job = Job(
+        tmp_path / "mtp.onnx", tmp_path / "mtp.engine", tmp_path / "log", (80,), profile_of(shapes, phase)
+    )
+    with pytest.raises(UserError, match="cannot compile mtp") as caught:
+        build_plan(job)
+    assert any("fp4_e2m1" in p for p in caught.value.problems)
+    assert "--weights int4" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("kill -SEGV $$", "signal 11"),
+        ("kill -KILL $$", "as when memory runs out"),
+        ("echo broken >&2; exit 3", "exit code 3"),
+        ("exit 0", "exit code 0"),
+    ],
+)
+def test_a_process_that_ends_in_any_way_is_one_error(script, message, tmp_path, monkeypatch):
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    job = small_job(tmp_path, "y = Identity (x)")
+    with pytest.raises(UserError, match=message) as caught:
+        build_plan(job)
+    assert str(job.log) in caught.value.hint
+    assert job.log.is_file()
+    assert not job.out.exists()
+
+
+def test_interruption_ends_the_process_and_leaves_nothing(tmp_path, monkeypatch):
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\ntouch {tmp_path}/ready\nexec sleep 600\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(fake))
+
+    def interrupt(*_):
+        while not (tmp_path / "ready").exists():
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder, "_follow", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build_plan(small_job(tmp_path, "y = Identity (x)"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not (tmp_path / "small.partial").exists()
+
+
+@needs_package
+def test_damaged_plans(plan):
+    good = plan.read_bytes()
+    plan_file.require_sms(plan, (120,))
+    with pytest.raises(BundleError, match="is for SM 120, and should be for SM 80"):
+        plan_file.require_sms(plan, (80,))
+    for damage, message in (
+        (b"", "it has 0 bytes"),
+        (good[:-1], "and should have"),
+        (good + b"\0", "and should have"),
+        (b"PK" + good[2:], "it begins with"),
+        (good[:8] + b"\3" + good[9:], "layout is version 3"),
+        (good[:0x18] + b"\2" + good[0x19:], r"TensorRT-RTX 2\.7\.1\.116"),
+        (good[:0x20] + bytes(4) + good[0x24:], "GPUs are given as 0x0"),
+        (good[:0x38] + struct.pack("<Q", 1 << 60) + good[0x40:], "bytes of weights"),
+    ):
+        plan.write_bytes(damage)
+        with pytest.raises(BundleError, match=message):
+            plan_file.summarize(plan)
+    plan.unlink()
+    with pytest.raises(BundleError, match="cannot be read"):
+        plan_file.summarize(plan)
+
+
+@needs_package
+def test_random_damage_is_an_error_or_a_summary_and_nothing_else(plan):
+    good = plan.read_bytes()
+    dice = random.Random(0)
+    text = len(good) - plan_file.read_header(plan).weight_bytes
+    for _ in range(150):
+        data = bytearray(good)
+        for _ in range(dice.choice((1, 4, 64))):
+            data[dice.randrange(plan_file.HEADER_BYTES if dice.random() < 0.5 else text)] = dice.randrange(
+                256
+            )
+        plan.write_bytes(data[: dice.choice((len(data), dice.randrange(len(data))))])
+        with suppress(BundleError):
+            json.dumps(plan_file.summarize(plan).to_json())
+
+
+@needs_package
+def test_inspect_refuses_a_plan_for_another_gpu(engine, tmp_path):
+    subprocess.run(["cp", "-r", engine, tmp_path / "engine"], check=True)
+    path = tmp_path / "engine" / "target.decode.engine"
+    data = bytearray(path.read_bytes())
+    data[0x20] = 2
+    path.write_bytes(data)
+    with pytest.raises(BundleError, match="it is for SM 80, and should be for SM 120"):
+        inspect(tmp_path / "engine")
