@@ -11,6 +11,7 @@ checkpoint under the same paths as here (shared storage).
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import socket
 import tempfile
@@ -116,7 +117,7 @@ class RayRunner:
         self._address = address
         self._stopped = threading.Event()
         try:
-            ray.init(address, logging_level="ERROR", log_to_driver=False)
+            ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
         except Exception as error:  # Ray has no common error for "cannot connect"
             raise UserError(
                 f"Cannot connect to {address}:", str(error).strip().splitlines()[-_SHOWN:]
