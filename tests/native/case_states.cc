@@ -7,6 +7,9 @@
 namespace nemo::cases {
 namespace {
 
+// Whether a row's new tokens go to the ring: a single one and more than it holds are committed at once.
+bool is_kept(int64_t tokens, int64_t ring) { return tokens > 1 && tokens <= ring; }
+
 int any_float(Rng& rng) { return rng.one_of<int>({abi::kFloat, abi::kFloat16, abi::kBFloat16}); }
 
 // Rows of a slot of a state [S, rows, width] that the step reads; those that it writes.
@@ -46,7 +49,7 @@ Case conv_of(Rng& rng, const Conv& sizes, const Control& control) {
     if (!control.fresh(row)) fill_rows(rng, *state, slot, 0, keep);
     fill_rows(rng, *state, slot, keep, control.accepted[row]);
     set_rows(next, slot, 0, keep);
-    if (n <= sizes.ring) set_rows(next, slot, keep, n);
+    if (is_kept(n, sizes.ring)) set_rows(next, slot, keep, n);
   }
   made.add(state);
   add_control(rng, made, control);
@@ -106,8 +109,8 @@ void add_scan_state(Rng& rng, Case& made, const Scan& sizes, const Control& cont
       float* d = pending->as<float>() + (slot * sizes.ring + t + 1) * features - sizes.heads();
       for (int64_t head = 0; head < sizes.heads(); ++head) d[head] *= d[head];
     }
-    if (n > sizes.ring || taken > 0 || control.fresh(row)) state_out.set(slot * size, size, Rule::kFinite);
-    if (n <= sizes.ring) set_rows(pending_out, slot, 0, n);
+    if (!is_kept(n, sizes.ring) || taken > 0 || control.fresh(row)) state_out.set(slot * size, size, Rule::kFinite);
+    if (is_kept(n, sizes.ring)) set_rows(pending_out, slot, 0, n);
   }
   made.add(state);
   made.add(pending);
