@@ -112,10 +112,12 @@ def fan_out(
             happened.put((job, Outcome(job, None, UserError(f"The build broke off: {error!r}."))))
 
     waiting, running, outcomes = deque(jobs), dict[str, int](), dict[str, Outcome]()
+    threads: list[threading.Thread] = []
     try:
         while waiting or running:
             for job in _admitted(waiting, running, needs, memory, at_most):
-                threading.Thread(target=run, args=(job,), daemon=True).start()
+                threads.append(threading.Thread(target=run, args=(job,), daemon=True))
+                threads[-1].start()
             job, event = happened.get()
             if isinstance(event, Outcome):
                 del running[job.name]
@@ -124,10 +126,9 @@ def fan_out(
                 report(job, event)
     except BaseException:
         runner.stop()
-        while running:  # each process removes what it has half written
-            job, event = happened.get()
-            if isinstance(event, Outcome):
-                del running[job.name]
+        for thread in threads:  # each process removes what it has half written
+            if thread.ident is not None:  # else the interruption came before it was started
+                thread.join()
         raise
     return [outcomes[job.name] for job in jobs]
 

@@ -172,6 +172,34 @@ main(["build", {str(tiny_bundle)!r}, "-o", {str(tmp_path / "all")!r}, "--target"
     assert not [p for p in tmp_path.rglob("*") if p.name.endswith(".partial")]
 
 
+def test_an_interruption_before_all_builds_have_started(tiny_bundle, tmp_path, monkeypatch):
+    """Nobody waits for a build that was never begun."""
+
+    class Idle:
+        stopped = threading.Event()
+
+        def run(self, job, report):
+            self.stopped.wait()
+            raise UserError("The build was interrupted.")
+
+        def stop(self):
+            self.stopped.set()
+
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread):
+        if started:
+            raise KeyboardInterrupt
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    jobs = [job(name, tiny_bundle, tmp_path / name) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        fan_out(jobs, Idle(), lambda *_: None)
+    assert not started[0].is_alive()
+
+
 def test_an_address_that_is_none():
     with pytest.raises(UserError, match="ray://HOST:PORT"):
         remote.RayRunner("http://x")
