@@ -48,7 +48,7 @@ from nemo_build.export.placement import WEIGHTS_FOLDER
 from nemo_build.export.safetensors_header import HeaderError, read_header
 from nemo_build.plugins import native
 from nemo_build.spec import ModelSpec
-from nemo_build.state import StateSpec
+from nemo_build.state import declared_states
 
 WEIGHTS_FILE = "weights.bin"
 EMBEDDINGS = "backbone.embeddings.weight"
@@ -308,12 +308,23 @@ _MAKERS: Mapping[str, Callable[[Inputs, Target, BuildOptions], Maker]] = {
 """What makes engines, by the backend's name."""
 
 
+def size_settings(manifest: Mapping[str, Any], options: BuildOptions) -> tuple[dict[str, int], list[str]]:
+    """The sizes of an engine with defaults filled in, and what makes no sense of them."""
+    limit = int(manifest["spec"]["max_positions"])
+    context = min(limit, 8192) if options.max_context is None else options.max_context
+    problems = []
+    if options.max_sequences < 1:
+        problems.append(f"--max-sequences is {options.max_sequences}; it must be at least 1")
+    if not 1 <= context <= limit:
+        problems.append(f"--max-context is {context}; the model allows 1 to {limit}")
+    return {"max_sequences": options.max_sequences, "max_context": context}, problems
+
+
 def _settings(
     manifest: dict[str, Any], options: BuildOptions, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
     """The options with defaults filled in; what makes no sense is refused."""
-    limit = int(manifest["spec"]["max_positions"])
-    context = min(limit, 8192) if options.max_context is None else options.max_context
+    sizes, problems = size_settings(manifest, options)
     weights = options.weights
     if weights == "auto":
         weights = "packed" if native.chosen() else "plain"
@@ -322,11 +333,6 @@ def _settings(
     if activations == "auto":
         rounded = natively and tensors[EMBEDDINGS].dtype == "BF16"
         activations = "bfloat16" if rounded else "float32"
-    problems = []
-    if options.max_sequences < 1:
-        problems.append(f"--max-sequences is {options.max_sequences}; it must be at least 1")
-    if not 1 <= context <= limit:
-        problems.append(f"--max-context is {context}; the model allows 1 to {limit}")
     if weights not in WEIGHTS:
         problems.append(f"--weights is {weights}; there are {', '.join(WEIGHTS)}")
     elif weights not in ("plain", "in-place") and not native.chosen():
@@ -343,12 +349,7 @@ def _settings(
         problems.append("--phases and --gpus are for targets whose engines are compiled; cpu has one graph")
     if problems:
         raise UserError("The engine cannot be built as asked:", problems)
-    return {
-        "max_sequences": options.max_sequences,
-        "max_context": context,
-        "weights": weights,
-        "activations": activations,
-    }
+    return {**sizes, "weights": weights, "activations": activations}
 
 
 def _weights(models: Iterable[onnx.ModelProto], settings: Mapping[str, Any]) -> list[PlacedWeight]:
@@ -373,11 +374,9 @@ def _plan(
     spec = ModelSpec.from_json(manifest["spec"])
     mapped = settings["weights"] == "in-place" and native.chosen() is not None
     in_memory = sum(t.nbytes if mapped else t.memory() for t in tensors)
-    # Two graphs of a drafter share their buffers.
-    states = {s["name"]: StateSpec.from_json(s) for g in manifest["graphs"].values() for s in g["state"]}
     return plan_memory(
         spec,
-        states.values(),
+        declared_states(manifest["graphs"].values()),
         slots=settings["max_sequences"],
         context=settings["max_context"],
         weights_file=sum(t.nbytes for t in tensors),

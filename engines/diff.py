@@ -14,7 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_build.bundle import ENGINE_BUNDLE, FORMAT_VERSION, MODEL_BUNDLE, read_manifest, text_files
+from nemo_build.bundle import (
+    ENGINE_BUNDLE,
+    FORMAT_VERSION,
+    MODEL_BUNDLE,
+    read_manifest,
+    sha256_file,
+    text_files,
+)
 from nemo_build.errors import UserError
 from nemo_build.export.names import collapse
 from nemo_build.plugins.formats import format_of
@@ -176,7 +183,6 @@ def _bundle(path: Path) -> Subject:
 
 
 def _checkpoint(path: Path) -> Subject:
-    from nemo_build.bundle import sha256_file
     from nemo_build.export.checkpoint import Checkpoint
     from nemo_build.spec import load_spec
 

@@ -21,7 +21,7 @@ from nemo_build.export.models import expected_tensors
 from nemo_build.plugins.panels import FORMATS
 from nemo_build.spec import ModelSpec
 from nemo_build.spec_draft import DraftSpec
-from nemo_build.state import StateSpec
+from nemo_build.state import StateSpec, declared_states
 
 TARGET = "target"
 """The part that is the model itself; the others are what drafts for it: ``mtp``, ``dflash``, ``dspark``."""
@@ -215,6 +215,5 @@ def _projections(rules: Iterable[TensorRule]) -> frozenset[str]:
 
 
 def _states(manifest: Mapping[str, Any], graphs: Iterable[str]) -> tuple[StateSpec, ...]:
-    """The state buffers of some graphs, each once: two graphs of a drafter share theirs."""
-    found = {s["name"]: s for name in graphs for s in manifest["graphs"][name]["state"]}
-    return tuple(StateSpec.from_json(s) for s in found.values())
+    """The state buffers of some graphs by name."""
+    return tuple(declared_states(manifest["graphs"][name] for name in graphs))

@@ -207,7 +207,7 @@ class BackendRule:
         return self.sms is None or target.sm in self.sms
 
 
-_RTX_SMS = frozenset({80, 86, 89, 120, 121})
+RTX_SMS = frozenset({80, 86, 89, 120, 121})
 """What TensorRT-RTX 1.7 compiles for, besides SM 75 (its ``ComputeCapability`` enumeration)."""
 
 BACKEND_RULES: tuple[BackendRule, ...] = (
@@ -215,8 +215,8 @@ BACKEND_RULES: tuple[BackendRule, ...] = (
     BackendRule("onnxruntime", frozenset(), "", 1 << 30, 0.0),
     # Its builder holds all weights of a plan while it writes them out. Plans share nothing, and there is one for
     # decoding and one for prompts; states are written to other buffers than they are read from.
-    BackendRule("tensorrt-rtx", _RTX_SMS, "", 2 << 30, 1.2, True, 2, 2),
-    BackendRule("tensorrt", None, "planned: plugins for TensorRT are not in this version", 4 << 30, 2.0),
+    BackendRule("tensorrt-rtx", RTX_SMS, "", 2 << 30, 1.2, True, 2, 2),
+    BackendRule("tensorrt", None, "planned: nothing builds engines with the plugins yet", 4 << 30, 2.0),
     BackendRule("onnxruntime-cuda", None, "planned: the ops have no CUDA kernels yet", 1 << 30, 0.0),
 )
 """All backends, the preferred ones first."""

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,10 +162,17 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, value: object) -> None:
     """Write a small JSON note whole or not at all."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-    os.replace(temporary, path)
+    publish_file(path, json.dumps(value))
+
+
+def publish_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all; one of that name is replaced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def text_files(directory: Path) -> list[str]:

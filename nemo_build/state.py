@@ -57,6 +57,12 @@ def state_bytes(specs: Iterable[StateSpec], *, slots: int = 1, pending: int = 0,
     return sum(s.nbytes(sizes) for s in specs)
 
 
+def declared_states(graphs: Iterable[Mapping[str, Any]]) -> list[StateSpec]:
+    """The state buffers that graphs declare in a manifest, each once: two graphs of a drafter share theirs."""
+    found = {s["name"]: s for graph in graphs for s in graph["state"]}
+    return [StateSpec.from_json(s) for s in found.values()]
+
+
 def stays_pending(tokens: int, pending: int) -> bool:
     """Whether the new tokens of a row stay pending, for the next step to commit as many of them as are accepted.
 

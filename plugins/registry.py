@@ -13,15 +13,13 @@ import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
-
-import onnx
-import onnx.defs
-import onnx.helper
-import onnx.parser
+from typing import TYPE_CHECKING, Any
 
 from nemo_build import plugins
 from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION, Op
+
+if TYPE_CHECKING:
+    import onnx
 
 STANDARD_OPSET = 23
 """The version of the standard ONNX opset that graphs and reference functions import."""
@@ -61,6 +59,9 @@ class Plugin:
             inputs: How many inputs the node has, absent ones in between included.
             overload: Tells apart several bodies of one op in one model.
         """
+        import onnx.helper
+        import onnx.parser
+
         declared = ", ".join(a.name for a in self.op.attributes if a.default is None)
         # Every fixed input is declared, so that nodes with and without trailing optional inputs share a function.
         fixed = sum(not p.variadic for p in self.op.inputs)
@@ -93,6 +94,8 @@ def plugins_by_name() -> Mapping[str, Plugin]:
 @cache
 def register_schemas() -> None:
     """Make the ops known to ``onnx.checker`` and to shape inference in this process (idempotent)."""
+    import onnx.defs
+
     for plugin in plugins_by_name().values():
         if not onnx.defs.has(plugin.op.name, domain=DOMAIN, max_inclusive_version=OPSET_VERSION):
             onnx.defs.register_schema(plugin.op.onnx_schema())

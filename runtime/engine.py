@@ -286,12 +286,12 @@ class Engine:
                     yield from take(request, i)
                 if all(r.finished and not r.events for r in requests):
                     return
-                failed = self._scheduler.statistics().failed
+                failed = self._scheduler.failed
                 try:
                     self.step(unless=lambda: any(r.events or r.error for r in requests))
                 except Exception:
                     # Those that ran have ended with it, which their readers are told; ours may have waited only.
-                    if self._scheduler.statistics().failed == failed:
+                    if self._scheduler.failed == failed:
                         raise
         finally:
             self.cancel(requests)

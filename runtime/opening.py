@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.engines.backends import require_runnable
-from nemo_build.engines.plan import host_memory, plan_memory
+from nemo_build.engines.plan import MemoryPlan, host_memory, plan_memory
 from nemo_build.engines.provenance import check_engine
 from nemo_build.engines.session import Session
 from nemo_build.errors import PlanError, RequestError
@@ -29,7 +29,7 @@ from nemo_build.runtime.speculation.lengths import DraftLengthController
 from nemo_build.runtime.speculation.rounds import Speculation
 from nemo_build.settings import threads as default_threads
 from nemo_build.spec import ModelSpec
-from nemo_build.state import StateSpec
+from nemo_build.state import StateSpec, declared_states
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def open_engine(directory: Path, options: Options) -> Opened:
     kind = speculator_kind(options.speculate, options.draft_length, manifest["graphs"])
     most = ADAPTIVE_DRAFTS if options.draft_length is None else options.draft_length
     pending = most + 1 if kind else 0
-    states = _states(manifest, ["target", *(kind.graphs if kind else ())])
+    graphs = ["target", *(kind.graphs if kind else ())]
+    states = declared_states(manifest["graphs"][name] for name in graphs)
     memory = _memory(manifest, states, slots=slots, context=context, pending=pending, options=options)
     threads = default_threads() if options.threads is None else options.threads
     files = EngineFiles(directory, manifest, {"slots": slots, "context": context, "threads": threads})
@@ -124,12 +125,6 @@ def _speculation(
     return session, speculation
 
 
-def _states(manifest: Mapping[str, Any], graphs: Iterable[str]) -> list[StateSpec]:
-    """The state buffers of some graphs, each once."""
-    found = {s["name"]: s for name in graphs for s in manifest["graphs"][name]["state"]}
-    return [StateSpec.from_json(s) for s in found.values()]
-
-
 def _memory(
     manifest: Mapping[str, Any],
     states: list[StateSpec],
@@ -143,9 +138,11 @@ def _memory(
     available = host_memory() if options.memory is None else options.memory
     where = "this machine" if options.memory is None else "the memory it is given"
 
-    def plan(slots: int) -> Any:
+    spec = ModelSpec.from_json(manifest["spec"])
+
+    def plan(slots: int) -> MemoryPlan:
         return plan_memory(
-            ModelSpec.from_json(manifest["spec"]),
+            spec,
             states,
             slots=slots,
             context=context,
@@ -155,18 +152,18 @@ def _memory(
             pending=pending,
         )
 
-    if plan(slots).total + options.prefix_cache <= available:
+    every = plan(slots)
+    if every.total + options.prefix_cache <= available:
         return None
-    one = plan(1)
-    one.require(available, where)
-    memory = SlotMemory.of(states, 0, pending=pending)
-    total = available - one.weights_memory - plan(slots).activations - options.prefix_cache
-    if total < memory.need(context):
+    plan(1).require(available, where)
+    left = available - every.weights_memory - every.activations - options.prefix_cache
+    memory = SlotMemory.of(states, left, pending=pending)
+    if left < memory.need(context):
         raise PlanError(
             f"Beside a prefix cache of {options.prefix_cache} bytes not even one sequence fits {where}.",
             hint="Make the cache smaller, or lower max_sequences or max_context.",
         )
-    return SlotMemory(total, memory.fixed, memory.per_position)
+    return memory
 
 
 def _sizes(options: Mapping[str, int], sequences: int | None, context: int | None) -> tuple[int, int]:

@@ -46,6 +46,7 @@ _PREFILL_SHARE = 4
 """Prompts get at least one part in so many of the budget, however many requests decode."""
 
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+"""How texts end that somebody may go on from."""
 
 _HEADROOM = 64
 """Positions beyond its tokens that a request must find memory for to get a slot."""
@@ -144,6 +145,11 @@ class Scheduler:
     def acceptance(self) -> Acceptance:
         """What came of the drafts."""
         return self._speculation.acceptance if self._speculation is not None else Acceptance()
+
+    @property
+    def failed(self) -> int:
+        """Requests that ended with a step that failed."""
+        return self._failed
 
     def statistics(self) -> SchedulerStatistics:
         """What it does at the moment, and has done."""

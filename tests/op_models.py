@@ -19,6 +19,9 @@ from nemo_build.plugins.schema import DOMAIN, OPSET_VERSION
 many = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 
+EVERY_KERNEL = ("reference", *native.instruction_sets())
+"""What an op can run in on this machine."""
+
 
 def one_node_model(
     name: str, inputs: list[np.ndarray | None], attributes: dict[str, Any], *, function: bool = True

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_build.bundle import publish_file
 from nemo_build.errors import UserError
 from nemo_build.runtime.bench.measure import (
     Drafts,
@@ -22,7 +23,7 @@ from nemo_build.runtime.bench.measure import (
     thread_seconds,
 )
 from nemo_build.runtime.bench.plots import HEIGHT, WIDTH, bar_chart, line_chart, ticks
-from nemo_build.runtime.bench.report import check_writable, columns, number, publish_file
+from nemo_build.runtime.bench.report import check_writable, columns, number
 
 from .bench_traces import CATEGORIES, trace
 

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from nemo_build.plugins import native
 from nemo_build.plugins.registry import plugins_by_name
 
-from .op_models import check, many, normal, one_node_model, run_function, seeds, step_control
-
-EVERY = ("reference", *native.instruction_sets())
+from .op_models import EVERY_KERNEL, check, many, normal, one_node_model, run_function, seeds, step_control
 
 
 class Attention:
@@ -120,7 +118,7 @@ def test_division_into_steps_changes_no_bit(kind, options):
     np.testing.assert_array_equal(running[1][1], values[1])
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", EVERY_KERNEL)
 @pytest.mark.parametrize("causal", [0, 1])
 def test_what_no_query_sees_may_be_anything(kind, causal):
     """NaN at and past a row's end, before its window and in its padding reaches no output."""
@@ -206,7 +204,7 @@ def test_options_mean_what_transformers_means():
     want, _ = eager_attention_forward(module, q, k, v, mask[None, None], scaling=head_dim**-0.5)
 
     attention.options += [t[0, :, : head_dim // 2].contiguous().numpy() for t in (cos, sin)]
-    for kind in EVERY:
+    for kind in EVERY_KERNEL:
         got = attention.step(tokens, attention.caches(1), np.array([0]), np.array([0]), instruction_set=kind)[
             0
         ]

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_build.plugins import native
 
-from .op_models import check, many, normal, one_node_model, run_function, seeds, step_control
-
-EVERY = ("reference", *native.instruction_sets())
+from .op_models import EVERY_KERNEL, check, many, normal, one_node_model, run_function, seeds, step_control
 
 
 class Scan:
@@ -74,7 +72,7 @@ def test_parameters_as_they_are_stored(dtype):
     check("SelectiveScan", inputs, {}, control[3])
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", EVERY_KERNEL)
 @pytest.mark.parametrize("before", [0, 7])
 @pytest.mark.parametrize("ring", [3, 5])
 def test_committing_part_of_a_step_equals_sequential_steps(kind, ring, before):
@@ -108,7 +106,7 @@ def test_committing_part_of_a_step_equals_sequential_steps(kind, ring, before):
         np.testing.assert_array_equal(y, y_expected)
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", EVERY_KERNEL)
 def test_a_single_token_is_committed_at_once(kind):
     """There is no draft behind it that could be rejected."""
     scan = Scan(np.random.default_rng(4), 4, 3, 2, 21)

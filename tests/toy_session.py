@@ -16,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import StepBatch, StepOutput, check_batch
+from nemo_build.runtime.params import SamplingParams
+from nemo_build.runtime.request import Request, Scheduling
+from nemo_build.runtime.scheduler import Scheduler
 from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal
 from nemo_build.state import StateSpec, stays_pending
 
@@ -73,9 +76,6 @@ class ToySession:
 
     def state(self) -> Mapping[str, NDArray[Any]]:
         return self._state
-
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
-        raise NotImplementedError
 
     def step(self, batch: StepBatch) -> StepOutput:
         check_batch(
@@ -195,3 +195,42 @@ class ToyTable:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([48 + token_id])
+
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request_of(prompt: Sequence[int], params: SamplingParams = GREEDY, **scheduling: Any) -> Request:
+    return Request(
+        prompt,
+        params,
+        eos_ids=(END,),
+        table=ToyTable(),
+        context=256,
+        scheduling=Scheduling(**scheduling),
+    )
+
+
+def alone(prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:
+    """What a request gets from a scheduler of its own."""
+    scheduler, request = Scheduler(ToySession(1)), request_of(prompt, params)
+    scheduler.add(request)
+    run(scheduler)
+    return request.output
+
+
+def run(scheduler: Scheduler) -> None:
+    while scheduler.unfinished:
+        scheduler.step()
+
+
+def prompt_of(rng: np.random.Generator, longest: int = 60) -> list[int]:
+    return rng.integers(0, VOCABULARY - 1, int(rng.integers(1, longest))).tolist()

@@ -12,9 +12,9 @@ from typing import Any
 import onnx
 
 from nemo_build.bundle import sha256_file
-from nemo_build.engines.build import BuildOptions, BuildProgress, Inputs, Written
+from nemo_build.engines.build import BuildOptions, BuildProgress, Inputs, Written, size_settings
 from nemo_build.engines.plan import MemoryPlan, plan_memory
-from nemo_build.engines.targets import Target, usable_bytes
+from nemo_build.engines.targets import RTX_SMS, Target, usable_bytes
 from nemo_build.engines.tensorrt_rtx import NAME, VERSION
 from nemo_build.engines.tensorrt_rtx.builder import Job, build_plan, profile_of, require_package
 from nemo_build.engines.tensorrt_rtx.emitter import BFLOAT16, FLOAT
@@ -27,7 +27,7 @@ from nemo_build.errors import UserError
 from nemo_build.spec import ModelSpec
 from nemo_build.state import StateSpec
 
-GPUS = (80, 86, 89, 120, 121)
+GPUS = tuple(sorted(RTX_SMS))
 """What an engine for all GPUs is for, compute capability times ten."""
 
 WEIGHTS = ("auto", "bf16", "int4", "nvfp4")
@@ -194,14 +194,8 @@ class Compiling:
 
 def _settings(manifest: dict[str, Any], options: BuildOptions, sms: Sequence[int]) -> dict[str, Any]:
     """The options with defaults filled in; what makes no sense is refused."""
-    limit = int(manifest["spec"]["max_positions"])
-    context = min(limit, 8192) if options.max_context is None else options.max_context
+    sizes, problems = size_settings(manifest, options)
     phases = [name.strip() for name in options.phases.split(",")]
-    problems = []
-    if options.max_sequences < 1:
-        problems.append(f"--max-sequences is {options.max_sequences}; it must be at least 1")
-    if not 1 <= context <= limit:
-        problems.append(f"--max-context is {context}; the model allows 1 to {limit}")
     if options.weights not in WEIGHTS:
         problems.append(f"--weights is {options.weights}; for this target there are {', '.join(WEIGHTS)}")
     elif options.weights in forms() and min(sms) < forms()[options.weights].MIN_SM:
@@ -218,8 +212,7 @@ def _settings(manifest: dict[str, Any], options: BuildOptions, sms: Sequence[int
     if problems:
         raise UserError("The engine cannot be built as asked:", problems)
     return {
-        "max_sequences": options.max_sequences,
-        "max_context": context,
+        **sizes,
         "weights": options.weights,
         "activations": options.activations,
         "phases": ",".join(name for name in (DECODE, PREFILL) if name in phases),

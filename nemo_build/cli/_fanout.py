@@ -39,7 +39,7 @@ def build_all(
 
     where = str(bundle.resolve())
     jobs = [
-        BuildJob(name, where, str(_folder(out, name, targets, on)), name, options, use_cache, force)
+        BuildJob(name, where, str(_folder(out, name, targets)), name, options, use_cache, force)
         for name in targets
     ]
     with bars() as shown, ExitStack() as stack:
@@ -60,7 +60,7 @@ def build_all(
     require_all(outcomes)
 
 
-def _folder(out: Path, name: str, targets: tuple[str, ...], on: str | None) -> Path:
+def _folder(out: Path, name: str, targets: tuple[str, ...]) -> Path:
     """Where a target's engine goes: a single one to OUT itself, several below it."""
     return (out if len(targets) == 1 else out / name).absolute()
 

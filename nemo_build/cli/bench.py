@@ -207,7 +207,8 @@ def _tell(report: dict[str, Any], json_file: str | None, html_file: Path | None)
     """Print the report and write its files."""
     import json
 
-    from nemo_build.runtime.bench.report import publish_file, report_page, report_text
+    from nemo_build.bundle import publish_file
+    from nemo_build.runtime.bench.report import report_page, report_text
 
     if json_file == _STDOUT:
         print_json(report)

@@ -24,13 +24,14 @@ def command(before: Path, after: Path, html_file: Path | None, as_json: bool) ->
 
     Exit status: 0 they are equal, 1 they differ, 2 they cannot be compared.
     """
+    from nemo_build.bundle import publish_file
     from nemo_build.engines.diff import diff
     from nemo_build.engines.diff_report import diff_page, diff_text
 
     try:
         found = diff(before, after)
         if html_file is not None:
-            html_file.write_text(diff_page(found), encoding="utf-8")
+            publish_file(html_file, diff_page(found))
     except (UserError, OSError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)

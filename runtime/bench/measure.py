@@ -8,25 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from nemo_build.runtime.bench.load import Trace
+from nemo_build.runtime.speculation.acceptance import Acceptance
 
 PERCENTILES = (50, 90, 99)
 """Which percentiles of a latency are reported."""
-
-
-class Counted(Protocol):
-    """What an engine says of its drafts: :attr:`nemo_build.runtime.Engine.acceptance`."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def drafted(self) -> Sequence[int]: ...
-    @property
-    def accepted(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -44,9 +34,9 @@ class Drafts:
     accepted: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, counted: Counted) -> Drafts:
+    def of(cls, acceptance: Acceptance) -> Drafts:
         """What an engine counted so far; later counts do not change it."""
-        return cls(counted.steps, tuple(counted.drafted), tuple(counted.accepted))
+        return cls(acceptance.steps, tuple(acceptance.drafted), tuple(acceptance.accepted))
 
     def __add__(self, other: Drafts) -> Drafts:
         return Drafts(

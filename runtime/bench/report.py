@@ -320,13 +320,3 @@ def check_writable(path: Path) -> None:
         raise UserError(
             f"{path} cannot be written.", hint=f"{path.parent} must be a directory you may write to."
         )
-
-
-def publish_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all; one of that name is replaced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from nemo_build.runtime.bench.measure import (
 from nemo_build.runtime.bench.prompts import DEFAULT_PROMPTS, read_prompts, tokenize
 from nemo_build.runtime.engine import Engine
 from nemo_build.runtime.params import SamplingParams
-from nemo_build.runtime.speculation.kinds import SPECULATORS, speculator_kind
+from nemo_build.runtime.speculation.kinds import available_speculators, speculator_kind
 
 NONE = "none"
 """The speculator that is none."""
@@ -50,7 +50,7 @@ class BenchOptions:
 
     Attributes:
         concurrency: Numbers of sequences at a time, each >= 1.
-        speculators: Names of :data:`SPECULATORS`, ``none``, or ``all``.
+        speculators: Names of :data:`~nemo_build.runtime.speculation.kinds.SPECULATORS`, ``none``, or ``all``.
         draft_lengths: Drafts of a sequence in a step; ``None``: chosen from step to step. ``none`` has no use for it.
         requests: Requests of a run; ``None``: every prompt once, but at least two for each stream.
         input_length: Tokens of a prompt; ``None``: as the prompts are.
@@ -312,10 +312,9 @@ class _Steps:
 
 def expand_speculators(names: Iterable[str], graphs: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of speculators, each once, ``none`` first; ``all`` stands for all that the engine has the graphs for."""
-    there = [n for n, kind in SPECULATORS.items() if all(g in graphs for g in kind.graphs)]
     wanted: list[str] = []
     for name in names:
-        wanted += [NONE, *there] if name == ALL else [name]
+        wanted += [NONE, *available_speculators(graphs)] if name == ALL else [name]
     return tuple(sorted(dict.fromkeys(wanted), key=lambda name: name != NONE))
 
 

@@ -21,6 +21,9 @@ _TAIL = MOST_PENDING + 1
 _SPARE = 48
 """Positions that there is room for before what is kept is copied again."""
 
+Taken = tuple[int, list[int], NDArray[np.float32]]
+"""Positions that a drafter is fed: the first, for each the token that follows it, and the features ``[n, F]``."""
+
 Chooser = Callable[[NDArray[np.float32]], int]
 """Picks a draft from the drafter's logits ``[V]``; called once for each draft of a sequence, in order."""
 
@@ -107,7 +110,7 @@ class Waiting:
         self.tokens += self._following(row)
         self._append(row.features)
 
-    def take(self, end: int) -> tuple[int, list[int], NDArray[np.float32]]:
+    def take(self, end: int) -> Taken:
         """Take the positions before `end`: the first, the tokens that follow, and the features ``[n, F]``.
 
         The features are a view, good until the next call that adds some.
@@ -118,7 +121,7 @@ class Waiting:
         self.taken = end
         return past, self.tokens[part], self._features[part]
 
-    def drain(self, row: Committed, keep: int) -> tuple[int, list[int], NDArray[np.float32]]:
+    def drain(self, row: Committed, keep: int) -> Taken:
         """Append what a step committed, and take all but the last `keep` positions; for rows of many tokens.
 
         The features may be a view of the row's.
@@ -166,6 +169,18 @@ class Waiting:
             room[:kept] = self._features[drop : self._count]
         self.first, self.tokens, self._count = self.first + drop, self.tokens[drop:], kept
         return room
+
+
+def keep_short(waiting: Mapping[int, Waiting], rows: Sequence[Committed], most: int) -> list[Committed]:
+    """Add rows to what waits of their slots; those with which more than `most` positions would wait are given back."""
+    long = []
+    for row in rows:
+        positions = waiting[row.slot]
+        if row.past + len(row.tokens) - 1 - positions.taken > most:
+            long.append(row)
+        else:
+            positions.add(row)
+    return long
 
 
 def padded(pieces: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -14,14 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import Graph, Session, StepBatch, StepOutput
-from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal, Waiting, padded
+from nemo_build.runtime.speculation.base import (
+    Committed,
+    DraftRequest,
+    Proposal,
+    Taken,
+    Waiting,
+    keep_short,
+    padded,
+)
 from nemo_build.spec_draft import DraftSpec
 from nemo_build.state import StateSpec
 
 _MOST_WAITING = 64
 """Positions of a sequence that may wait to be fed; taps are several hidden states wide."""
-
-_Taken = tuple[int, list[int], NDArray[np.float32]]
 
 
 class BlockSpeculator:
@@ -57,13 +63,7 @@ class BlockSpeculator:
 
     def observe(self, rows: Sequence[Committed]) -> None:
         """Keep the committed positions."""
-        long = []
-        for row in rows:
-            waiting = self._waiting[row.slot]
-            if row.past + len(row.tokens) - 1 - waiting.taken > _MOST_WAITING:
-                long.append(row)
-            else:
-                waiting.add(row)
+        long = keep_short(self._waiting, rows, _MOST_WAITING)
         if long:
             self._feed(
                 [row.slot for row in long], [self._waiting[row.slot].drain(row, keep=0) for row in long]
@@ -160,7 +160,7 @@ class BlockSpeculator:
         if behind:
             self._feed(behind, [self._waiting[s].take(self._waiting[s].end) for s in behind])
 
-    def _feed(self, slots: Sequence[int], taken: Sequence[_Taken]) -> None:
+    def _feed(self, slots: Sequence[int], taken: Sequence[Taken]) -> None:
         """Take positions that waited into the contexts of sequences."""
         self._context.run(
             {

@@ -17,6 +17,7 @@ positions. A prediction that is unusable (NaN) yields some token, for drafts nev
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -82,7 +83,7 @@ def chooser_for(
 
 
 @dataclass(eq=False)
-class _Drafts:
+class _Drafts(ABC):
     """The drafts of one step so far, and the request they are for; arguments as :func:`chooser_for`'s."""
 
     params: SamplingParams
@@ -106,8 +107,9 @@ class _Drafts:
         self._drafts.append(token)
         return token
 
+    @abstractmethod
     def _choose(self, logits: NDArray[np.float32], index: int) -> int:
-        raise NotImplementedError
+        """Choose draft number `index`."""
 
 
 @contextmanager

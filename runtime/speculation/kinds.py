@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,6 +99,11 @@ SPECULATORS: Mapping[str, SpeculatorKind] = {
 """All speculators by name; ``auto`` is the first that an engine has the graphs for."""
 
 
+def available_speculators(graphs: Collection[str]) -> list[str]:
+    """Names of the speculators that an engine with these graphs can have, the preferred one first."""
+    return [name for name, kind in SPECULATORS.items() if all(g in graphs for g in kind.graphs)]
+
+
 def speculator_kind(name: str, draft_length: int | None, graphs: Mapping[str, Any]) -> SpeculatorKind | None:
     """The speculator of this name; the first there can be for ``auto``, None for ``none``.
 
@@ -109,7 +114,7 @@ def speculator_kind(name: str, draft_length: int | None, graphs: Mapping[str, An
         raise RequestError(f"The draft length is {draft_length}; it must be 1 to {MOST_DRAFTS}.")
     if name == "none":
         return None
-    have = [n for n, k in SPECULATORS.items() if all(g in graphs for g in k.graphs)]
+    have = available_speculators(graphs)
     if name == "auto":
         name = have[0]
     if name not in SPECULATORS:

@@ -211,9 +211,10 @@ class DraftLengthController:
     """Chooses the draft length of a group of requests that are stepped together.
 
     Use: ``K = choose(rows)``, draft up to K tokens a row, run the step, ``observe(...)``; one ``observe`` for
-    each ``choose``. Steps that also feed prompts are left out of both.
+    each ``choose``.
 
-    The length changes when another promises ``hysteresis`` more tokens a second. Besides, now and then a step
+    The length changes when another promises ``hysteresis`` more tokens a second; nothing is drafted where drafts do not
+    promise a tenth more than plain decoding, which is measured for some steps first. Besides, now and then a step
     *probes* another length, in turn one more, one less and the one not run for longest, or from 0 the one that
     promises most and 1: this keeps the estimates alive and finds out when drafts begin to pay again. Probes are
     paid from a credit, which every step raises by ``probe_budget`` of its duration; a probe lowers it by the time

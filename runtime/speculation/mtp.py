@@ -16,7 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import Session, StepBatch, StepOutput
-from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal, Waiting, padded
+from nemo_build.runtime.speculation.base import (
+    Committed,
+    DraftRequest,
+    Proposal,
+    Taken,
+    Waiting,
+    keep_short,
+    padded,
+)
 from nemo_build.state import StateSpec
 
 _MOST_WAITING = 256
@@ -51,21 +59,14 @@ class MtpSpeculator:
             self._waiting[slot] = Waiting(0)
             return
         hidden = extra.get("hidden")
-        if (
-            hidden is None
-        ):  # a prefix that nobody saved at its end; one row that is wrong costs acceptance, no more
+        if hidden is None:
+            # A prefix that nobody saved at its end; one row that is wrong costs acceptance, no more.
             hidden = np.zeros(self._session.hidden_size, np.float32)
         self._waiting[slot] = Waiting(len(tokens) - 1, hidden[None])
 
     def observe(self, rows: Sequence[Committed]) -> None:
         """Keep the committed positions."""
-        long = []
-        for row in rows:
-            waiting = self._waiting[row.slot]
-            if row.past + len(row.tokens) - 1 - waiting.taken > _MOST_WAITING:
-                long.append(row)
-            else:
-                waiting.add(row)
+        long = keep_short(self._waiting, rows, _MOST_WAITING)
         if long:  # all but the last position, from which the next draft starts
             taken = [self._waiting[row.slot].drain(row, keep=1) for row in long]
             self._feed([row.slot for row in long], taken, logits="none")
@@ -130,7 +131,7 @@ class MtpSpeculator:
     def _feed(
         self,
         slots: Sequence[int],
-        taken: Sequence[tuple[int, list[int], NDArray[np.float32]]],
+        taken: Sequence[Taken],
         *,
         logits: str,
     ) -> tuple[StepOutput, NDArray[np.float32]]:

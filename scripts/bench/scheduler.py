@@ -54,9 +54,6 @@ class NoModel:
     def state(self) -> Mapping[str, NDArray[Any]]:
         return {}
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
-        raise NotImplementedError
-
     def step(self, batch: StepBatch) -> StepOutput:
         sizes = {"slots": self.slots, "context": self.context, "pending": self.pending}
         check_batch(batch, **sizes, vocabulary=VOCABULARY)
