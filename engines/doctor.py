@@ -196,11 +196,11 @@ def _try_onnxruntime(provider: str, name: str) -> Backend:
 
 def _tensorrt_rtx() -> Backend:
     """Whether engines can be built: the right version is there, and its library loads."""
-    from nemo_build.engines.tensorrt_rtx.builder import installed_version, require_package
+    from nemo_build.engines.tensorrt_rtx import LIBRARY
 
     name = "tensorrt_rtx (build)"
     try:
-        require_package()
+        LIBRARY.require()
     except UserError as error:
         return Backend(name, False, error.headline)
     # In a process of its own: a library that does not belong to this machine may end the process.
@@ -209,7 +209,7 @@ def _tensorrt_rtx() -> Backend:
     if done.returncode:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return Backend(name, False, f"it does not load: {last}")
-    return Backend(name, True, f"{installed_version()} builds engines on this machine; nothing runs them yet")
+    return Backend(name, True, f"{LIBRARY.version} builds engines on this machine; nothing runs them yet")
 
 
 def _installed(module: str) -> Backend:

@@ -124,7 +124,7 @@ def _inspect_engine(path: Path) -> Report:
 
 def _summaries(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """What compiled graphs say of themselves, by name. Raises BundleError if one is damaged or for other GPUs."""
-    if manifest["backend"]["name"] != tensorrt_rtx.NAME:
+    if manifest["backend"]["name"] != tensorrt_rtx.LIBRARY.name:
         return {}
     found = {}
     for name, graph in manifest["graphs"].items():

@@ -154,9 +154,9 @@ def check_compiled(backend: Mapping[str, Any], version: str | None) -> list[str]
 
 def _tensorrt_rtx(backend: Mapping[str, Any]) -> list[str]:
     """Plans are for one exact version of the library."""
-    from nemo_build.engines.tensorrt_rtx.builder import installed_version
+    from nemo_build.engines.tensorrt_rtx import LIBRARY
 
-    return check_compiled(backend, installed_version())
+    return check_compiled(backend, LIBRARY.installed_version())
 
 
 BACKEND_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {

@@ -17,10 +17,10 @@ import onnx.parser
 import onnxruntime as ort
 
 from nemo_build.engines.session import StepBatch
-from nemo_build.engines.tensorrt_rtx.emitter import FLOAT
-from nemo_build.engines.tensorrt_rtx.forms import WeightTable
-from nemo_build.engines.tensorrt_rtx.lowering import OVERFLOW, lower, lowered_states
-from nemo_build.engines.tensorrt_rtx.phases import phases_of
+from nemo_build.engines.trt.emitter import FLOAT
+from nemo_build.engines.trt.forms import WeightTable
+from nemo_build.engines.trt.lowering import OVERFLOW, lower, lowered_states
+from nemo_build.engines.trt.phases import phases_of
 from nemo_build.engines.weights import stored_tensors
 from nemo_build.plugins.codecs.nvfp4 import E2M1
 from nemo_build.plugins.formats import activations

@@ -26,19 +26,20 @@ from nemo_build.engines.backends import open_session
 from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.engines.inspect import inspect, verify_weights
 from nemo_build.engines.targets import TARGETS
-from nemo_build.engines.tensorrt_rtx import VERSION, builder, plan_file
+from nemo_build.engines.tensorrt_rtx import LIBRARY, plan_file
 from nemo_build.engines.tensorrt_rtx.build import GPUS
-from nemo_build.engines.tensorrt_rtx.builder import Job, build_plan, profile_of
-from nemo_build.engines.tensorrt_rtx.forms import WeightTable
-from nemo_build.engines.tensorrt_rtx.lowering import lower
-from nemo_build.engines.tensorrt_rtx.phases import phases_of
+from nemo_build.engines.trt import Library, builder
+from nemo_build.engines.trt.builder import Job, build_plan, profile_of
+from nemo_build.engines.trt.forms import WeightTable
+from nemo_build.engines.trt.lowering import lower
+from nemo_build.engines.trt.phases import phases_of
 from nemo_build.engines.weights import place, point_at, stored_tensors, write_packed
 from nemo_build.errors import BundleError, PlanError, UserError
 from nemo_build.export.exporter import export_bundle
 
 needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None or builder.installed_version() != VERSION,
-    reason=f"tensorrt-rtx {VERSION} is not installed: pip install 'nemo-build[rtx]'",
+    importlib.util.find_spec("tensorrt_rtx") is None or LIBRARY.installed_version() != LIBRARY.version,
+    reason=f"tensorrt-rtx {LIBRARY.version} is not installed: pip install 'nemo-build[rtx]'",
 )
 
 OPTIONS = BuildOptions(max_sequences=2, max_context=64, phases="decode")
@@ -66,7 +67,7 @@ def plan(engine, tmp_path) -> Path:
 @needs_package
 def test_engine_says_what_it_is(engine, tmp_path):
     manifest = read_manifest(engine, ENGINE_BUNDLE)
-    assert manifest["backend"] == {"name": "tensorrt-rtx", "version": VERSION, "sms": [120]}
+    assert manifest["backend"] == {"name": "tensorrt-rtx", "version": LIBRARY.version, "sms": [120]}
     assert set(manifest["graphs"]) == {"target.decode", "mtp.decode"}
     graph = manifest["graphs"]["target.decode"]
     assert graph["steps"] == graph["pending"] == 8
@@ -154,10 +155,10 @@ def test_running_is_refused_with_the_reason(engine, monkeypatch):
 
 def test_missing_and_wrong_package(tiny_bundle, tmp_path, monkeypatch):
     for found, message in ((None, "not installed: tensorrt-rtx"), ("1.6.0.1", r"tensorrt-rtx 1\.6\.0\.1 is")):
-        monkeypatch.setattr(builder, "installed_version", lambda found=found: found)
+        monkeypatch.setattr(Library, "installed_version", lambda _, found=found: found)
         with pytest.raises(UserError, match=message) as caught:
             build_engine(tiny_bundle, tmp_path / "engine", "rtx-50", OPTIONS)
-        assert f"pip install tensorrt-rtx=={VERSION}" in caught.value.hint
+        assert f"pip install tensorrt-rtx=={LIBRARY.version}" in caught.value.hint
 
 
 @needs_package
@@ -187,7 +188,7 @@ def small_job(directory: Path, body: str, sms: tuple[int, ...] = (120,)) -> Job:
     text = f'<ir_version: 10, opset_import: ["" : 20]> small (float[4, 4] x) => (float[a, b] y) {{ {body} }}'
     path = directory / "small.onnx"
     path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
-    return Job(path, directory / "small.engine", directory / "small.log", sms, {})
+    return Job(LIBRARY, path, directory / "small.engine", directory / "small.log", sms, {})
 
 
 @needs_package
@@ -216,7 +217,12 @@ def test_types_that_a_gpu_lacks_are_named(tiny_bundle, tmp_path):
         for i in lowered.graph.input
     }
     job = Job(
-        tmp_path / "mtp.onnx", tmp_path / "mtp.engine", tmp_path / "log", (80,), profile_of(shapes, phase)
+        LIBRARY,
+        tmp_path / "mtp.onnx",
+        tmp_path / "mtp.engine",
+        tmp_path / "log",
+        (80,),
+        profile_of(shapes, phase),
     )
     with pytest.raises(UserError, match="cannot compile mtp") as caught:
         build_plan(job)

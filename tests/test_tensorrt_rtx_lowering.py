@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from nemo_build.demo import CHECKPOINT
 from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.session import StepBatch
-from nemo_build.engines.tensorrt_rtx.forms import WeightTable, int4
-from nemo_build.engines.tensorrt_rtx.lowering import lower
-from nemo_build.engines.tensorrt_rtx.phases import PENDING, phases_of
+from nemo_build.engines.trt.forms import WeightTable, int4
+from nemo_build.engines.trt.lowering import lower
+from nemo_build.engines.trt.phases import PENDING, phases_of
 from nemo_build.engines.weights import stored_tensors
 from nemo_build.errors import UserError
 from nemo_build.export.exporter import export_bundle

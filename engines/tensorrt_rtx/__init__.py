@@ -4,8 +4,6 @@
 What an engine of it takes and gives is written down in ``docs/tensorrt_rtx.md``.
 """
 
-NAME = "tensorrt-rtx"
-"""The backend's name in an engine's manifest."""
+from nemo_build.engines.trt import Library
 
-VERSION = "1.7.1.116"
-"""The version of the ``tensorrt-rtx`` distribution that this backend is written for; others are refused."""
+LIBRARY = Library("tensorrt-rtx", "TensorRT-RTX", "tensorrt_rtx", "tensorrt-rtx", "1.7.1.116", "rtx")

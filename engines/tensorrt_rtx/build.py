@@ -15,13 +15,13 @@ from nemo_build.bundle import sha256_file
 from nemo_build.engines.build import BuildOptions, BuildProgress, Inputs, Written, size_settings
 from nemo_build.engines.plan import MemoryPlan, plan_memory
 from nemo_build.engines.targets import RTX_SMS, Target, usable_bytes
-from nemo_build.engines.tensorrt_rtx import NAME, VERSION
-from nemo_build.engines.tensorrt_rtx.builder import Job, build_plan, profile_of, require_package
-from nemo_build.engines.tensorrt_rtx.emitter import BFLOAT16, FLOAT
-from nemo_build.engines.tensorrt_rtx.forms import WeightTable, forms
-from nemo_build.engines.tensorrt_rtx.lowering import lower, lowered_states
-from nemo_build.engines.tensorrt_rtx.phases import DECODE, EXPERT_ROWS, PREFILL, Phase, phases_of
+from nemo_build.engines.tensorrt_rtx import LIBRARY
 from nemo_build.engines.tensorrt_rtx.plan_file import require_sms, summarize
+from nemo_build.engines.trt.builder import Job, build_plan, profile_of
+from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
+from nemo_build.engines.trt.forms import WeightTable, forms
+from nemo_build.engines.trt.lowering import lower, lowered_states
+from nemo_build.engines.trt.phases import DECODE, EXPERT_ROWS, PREFILL, Phase, phases_of
 from nemo_build.engines.weights import PlacedWeight, Weight, external_entries, place, point_at, write_packed
 from nemo_build.errors import UserError
 from nemo_build.spec import ModelSpec
@@ -60,12 +60,16 @@ class Compiling:
     """An engine for TensorRT-RTX; see :class:`~nemo_build.engines.build.Maker`."""
 
     def __init__(self, inputs: Inputs, target: Target, options: BuildOptions) -> None:
-        require_package()
+        LIBRARY.require()
         assert target.sm is not None, "the backend is for GPUs"
         self._inputs, self._target = inputs, target
         self._sms = GPUS if options.gpus == "all" else (target.sm,)
         self.settings = _settings(inputs.manifest, options, self._sms)
-        self.backend: dict[str, Any] = {"name": NAME, "version": VERSION, "sms": list(self._sms)}
+        self.backend: dict[str, Any] = {
+            "name": LIBRARY.name,
+            "version": LIBRARY.version,
+            "sms": list(self._sms),
+        }
         compute = FLOAT if self.settings["activations"] == "float32" else BFLOAT16
         kind = self.settings["weights"]
         self._table = WeightTable(
@@ -170,7 +174,7 @@ class Compiling:
         }
         plan = directory / f"{graph.name}.engine"
         log = out.parent / f"{out.name}.{graph.name}.log"
-        job = Job(path, plan, log, self._sms, profile_of(shapes, graph.phase))
+        job = Job(LIBRARY, path, plan, log, self._sms, profile_of(shapes, graph.phase))
         sizes = {p.weight.name: p.weight.nbytes for p in placed}
         total = sum(sizes[name] for name in graph.weights())
         build_plan(job, progress.start(f"compiling {graph.name}", total) if progress else None)

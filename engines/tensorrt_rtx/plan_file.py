@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_build.engines.tensorrt_rtx import VERSION
+from nemo_build.engines.tensorrt_rtx import LIBRARY
 from nemo_build.errors import BundleError
 
 HEADER_BYTES = 64
@@ -98,9 +98,9 @@ def read_header(path: Path) -> PlanHeader:
     if layout != _LAYOUT:
         raise _damaged(path, f"its layout is version {layout}, known is {_LAYOUT}")
     (nbytes,), version = struct.unpack_from("<Q", data, 0x10), ".".join(map(str, data[0x18:0x1C]))
-    if version != VERSION:
+    if version != LIBRARY.version:
         raise _damaged(
-            path, f"it was made by TensorRT-RTX {version}; this version of nemo-build knows {VERSION}"
+            path, f"it was made by TensorRT-RTX {version}; this version of nemo-build knows {LIBRARY.version}"
         )
     if nbytes != size:
         raise _damaged(path, f"it has {size} bytes, and should have {nbytes}")

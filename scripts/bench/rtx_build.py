@@ -25,11 +25,12 @@ import numpy as np
 import onnx
 
 from nemo_build.engines.targets import TARGETS
-from nemo_build.engines.tensorrt_rtx.builder import Job, build_plan, profile_of
-from nemo_build.engines.tensorrt_rtx.forms import WeightTable
-from nemo_build.engines.tensorrt_rtx.lowering import lower
-from nemo_build.engines.tensorrt_rtx.phases import phases_of
+from nemo_build.engines.tensorrt_rtx import LIBRARY
 from nemo_build.engines.tensorrt_rtx.plan_file import summarize
+from nemo_build.engines.trt.builder import Job, build_plan, profile_of
+from nemo_build.engines.trt.forms import WeightTable
+from nemo_build.engines.trt.lowering import lower
+from nemo_build.engines.trt.phases import phases_of
 from nemo_build.engines.weights import PlacedWeight, place, point_at, stored_tensors
 from nemo_build.export.exporter import export_bundle
 
@@ -95,7 +96,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, object]:
     plan = work / f"target.{phase.name}.engine"
     begin = time.monotonic()
     with Sampler() as sampler:
-        job = Job(path, plan, work / "log", (target.sm,), profile_of(inputs, phase))
+        job = Job(LIBRARY, path, plan, work / "log", (target.sm,), profile_of(inputs, phase))
         built = build_plan(job)
     seconds["compiling and writing the plan"] = time.monotonic() - begin
     return {

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from nemo_build.engines.tensorrt_rtx.emitter import FLOAT, TO_END
-from nemo_build.engines.tensorrt_rtx.ops import Context, attributes_of
-from nemo_build.engines.tensorrt_rtx.phases import DECODE
+from nemo_build.engines.trt.emitter import FLOAT, TO_END
+from nemo_build.engines.trt.ops import Context, attributes_of
+from nemo_build.engines.trt.phases import DECODE
 
 OP = "SelectiveScan"
 

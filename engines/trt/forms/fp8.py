@@ -6,9 +6,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from nemo_build.engines.tensorrt_rtx.emitter import BFLOAT16
-from nemo_build.engines.tensorrt_rtx.forms import Matrix, RowsWeight
-from nemo_build.engines.tensorrt_rtx.ops import Context
+from nemo_build.engines.trt.emitter import BFLOAT16
+from nemo_build.engines.trt.forms import Matrix, RowsWeight
+from nemo_build.engines.trt.ops import Context
 from nemo_build.engines.weights import Weight
 
 NAME = "fp8"

@@ -4,7 +4,7 @@
 The new tokens of a row, padding included, are written from position ``past`` on; those of a row without new tokens to
 the room behind the context, so that they touch nothing that is pending. Query i sees keys up to
 ``past + i``: a causal mask aligned to the end of ``past + L`` keys. The ONNX node says so by ``nonpad_kv_seqlen``
-and ``is_causal``, which the compiler's parser drops; :mod:`~nemo_build.engines.tensorrt_rtx.network` sets both on the
+and ``is_causal``, which the compiler's parser drops; :mod:`~nemo_build.engines.trt.network` sets both on the
 network.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import onnx
 
-from nemo_build.engines.tensorrt_rtx.emitter import FLOAT
-from nemo_build.engines.tensorrt_rtx.ops import Context, attributes_of, refuse
+from nemo_build.engines.trt.emitter import FLOAT
+from nemo_build.engines.trt.ops import Context, attributes_of, refuse
 
 OP = "CachedAttention"
 

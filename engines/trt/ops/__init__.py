@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from nemo_build.engines.tensorrt_rtx.emitter import BFLOAT16, FLOAT, Emitter
-from nemo_build.engines.tensorrt_rtx.phases import Phase
+from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT, Emitter
+from nemo_build.engines.trt.phases import Phase
 from nemo_build.errors import UserError
 
 if TYPE_CHECKING:
-    from nemo_build.engines.tensorrt_rtx.forms import WeightTable
+    from nemo_build.engines.trt.forms import WeightTable
 
 
 @cache
@@ -108,4 +108,4 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
 
 def refuse(node: onnx.NodeProto, what: str) -> UserError:
     """The error for a node that this backend has no formulation of."""
-    return UserError(f"The TensorRT-RTX backend cannot build {node.op_type} at {node.name}: {what}.")
+    return UserError(f"This backend cannot build {node.op_type} at {node.name}: {what}.")

@@ -31,9 +31,9 @@ import onnx
 from numpy.typing import NDArray
 
 from nemo_build.engines.lowering import ScaleWeight, StoredProjection
-from nemo_build.engines.tensorrt_rtx.emitter import BFLOAT16, FLOAT
-from nemo_build.engines.tensorrt_rtx.ops import Context
-from nemo_build.engines.tensorrt_rtx.phases import DECODE
+from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
+from nemo_build.engines.trt.ops import Context
+from nemo_build.engines.trt.phases import DECODE
 from nemo_build.engines.weights import StoredTensor, Weight
 from nemo_build.plugins.codecs import nvfp4 as nvfp4_codec
 from nemo_build.plugins.formats import LOW_RANK

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from nemo_build.engines.tensorrt_rtx.emitter import FLOAT, TO_END
-from nemo_build.engines.tensorrt_rtx.ops import Context
+from nemo_build.engines.trt.emitter import FLOAT, TO_END
+from nemo_build.engines.trt.ops import Context
 
 OP = "CausalConv1d"
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.lowering import StoredProjection
-from nemo_build.engines.tensorrt_rtx.forms import COMPUTE_NAMES, Codes, Matrix, RowsWeight, values
-from nemo_build.engines.tensorrt_rtx.ops import Context
+from nemo_build.engines.trt.forms import COMPUTE_NAMES, Codes, Matrix, RowsWeight, values
+from nemo_build.engines.trt.ops import Context
 from nemo_build.engines.weights import Weight
 from nemo_build.errors import CheckpointError
 

@@ -7,7 +7,6 @@ next one otherwise.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -19,13 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nemo_build.bundle import Progress
-from nemo_build.engines.tensorrt_rtx import VERSION
-from nemo_build.engines.tensorrt_rtx.phases import Phase
+from nemo_build.engines.trt import Library
+from nemo_build.engines.trt.phases import Phase
 from nemo_build.errors import UserError
-
-DISTRIBUTION = "tensorrt-rtx"
-
-_INSTALL = f"Install it: pip install 'nemo-build[rtx]', or pip install {DISTRIBUTION}=={VERSION}."
 
 
 @dataclass(frozen=True)
@@ -33,6 +28,7 @@ class Job:
     """One plan to build.
 
     Attributes:
+        library: What builds it.
         model: The lowered graph; its weights lie beside it.
         out: The plan's file.
         log: Where the library's messages go; the file stays if the build fails.
@@ -40,6 +36,7 @@ class Job:
         profile: Smallest, usual and largest shape of each input that varies.
     """
 
+    library: Library
     model: Path
     out: Path
     log: Path
@@ -49,7 +46,14 @@ class Job:
     def told(self, out: int) -> dict[str, Any]:
         """What the process is told: nothing that depends on where files are. `out` is an open file."""
         profile = {name: [list(shape) for shape in shapes] for name, shapes in self.profile.items()}
-        return {"model": self.model.name, "out": out, "sms": list(self.sms), "profile": profile}
+        return {
+            "module": self.library.module,
+            "title": self.library.title,
+            "model": self.model.name,
+            "out": out,
+            "sms": list(self.sms),
+            "profile": profile,
+        }
 
 
 @dataclass(frozen=True)
@@ -57,28 +61,6 @@ class Built:
     """What a build took: peak memory of its process in bytes, memory-mapped weights included."""
 
     peak: int
-
-
-def installed_version() -> str | None:
-    """The version of the distribution that is installed; None if there is none."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def require_package() -> None:
-    """Raise UserError if the distribution is missing, or is of another version than this backend is written for."""
-    found = installed_version()
-    if found is None:
-        raise UserError(
-            f"TensorRT-RTX engines need a package that is not installed: {DISTRIBUTION}.", hint=_INSTALL
-        )
-    if found != VERSION:
-        raise UserError(
-            f"{DISTRIBUTION} {found} is installed; this version of nemo-build knows {VERSION} only.",
-            hint=_INSTALL,
-        )
 
 
 def profile_of(model_inputs: Mapping[str, Sequence[int | str]], phase: Phase) -> dict[str, list[list[int]]]:
@@ -166,7 +148,9 @@ def _require_success(job: Job, last: Mapping[str, Any], code: int) -> None:
     hint = f"The compiler's messages are in {job.log}."
     if code < 0:
         how = f"signal {-code}" + (", as when memory runs out" if code == -9 else "")
-        raise UserError(f"TensorRT-RTX ended its process while it built {job.out.stem}: {how}.", hint=hint)
+        raise UserError(
+            f"{job.library.title} ended its process while it built {job.out.stem}: {how}.", hint=hint
+        )
     if last["event"] == "refused":
         raise UserError(last["headline"], [p[:500] for p in last["problems"]], _hint(last["problems"], hint))
     if code or last["event"] != "done":

@@ -4,7 +4,7 @@
 For few tokens, the rows of the chosen experts are looked up, decoded, multiplied and summed in float32, which the
 compiler makes one kernel that reads no other expert. Inputs are not rounded there, whatever the checkpoint says.
 
-For many, each expert has a buffer of :data:`~nemo_build.engines.tensorrt_rtx.phases.EXPERT_ROWS` rows, tokens are dealt
+For many, each expert has a buffer of :data:`~nemo_build.engines.trt.phases.EXPERT_ROWS` rows, tokens are dealt
 out to them, and all experts are multiplied at once. The last row of each takes what does not count: padding, and
 tokens beyond the expert's capacity, whose number the graph tells.
 """
@@ -14,10 +14,10 @@ from __future__ import annotations
 import onnx
 
 from nemo_build.engines.lowering import StoredProjection
-from nemo_build.engines.tensorrt_rtx.emitter import INT64, TO_END
-from nemo_build.engines.tensorrt_rtx.forms import Matrix
-from nemo_build.engines.tensorrt_rtx.ops import Context, attributes_of
-from nemo_build.engines.tensorrt_rtx.phases import DECODE, EXPERT_ROWS
+from nemo_build.engines.trt.emitter import INT64, TO_END
+from nemo_build.engines.trt.forms import Matrix
+from nemo_build.engines.trt.ops import Context, attributes_of
+from nemo_build.engines.trt.phases import DECODE, EXPERT_ROWS
 
 OP = "RoutedExperts"
 
@@ -73,7 +73,7 @@ def _looked_up(c: Context, x: str, chosen: str, factors: str, up: Matrix, down: 
     """`x` ``[B, L, H]`` through the tokens' experts, summed: ``[B, L, H]``.
 
     Whether the compiler makes one kernel of it hangs on the profile; see
-    :func:`~nemo_build.engines.tensorrt_rtx.builder.profile_of`.
+    :func:`~nemo_build.engines.trt.builder.profile_of`.
     """
     g = c.g
 

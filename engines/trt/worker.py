@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that one plan is built in: ``python -m nemo_build.engines.tensorrt_rtx.worker``.
+"""The process that one plan is built in: ``python -m nemo_build.engines.trt.worker``.
 
 Its standard input is a job as JSON; its standard output is one JSON object a line, each with an ``event``: ``phase``,
 ``bytes``, ``refused`` (headline, problems), ``done`` (peak memory in bytes). Messages, and whatever the library itself
@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from nemo_build.engines.tensorrt_rtx.network import Network
+from nemo_build.engines.trt.network import Network
 from nemo_build.errors import UserError
 
 _ADDR_NO_RANDOMIZE = 0x0040000  # of personality(2)
@@ -48,7 +48,7 @@ def main() -> None:
 
     job = json.load(sys.stdin)
     try:
-        network = Network(job["model"], sys.stderr)
+        network = Network(job["module"], job["title"], job["model"], sys.stderr)
         network.build(job["out"], job["sms"], job["profile"], report)
     except UserError as error:
         report("refused", headline=error.headline, problems=list(error.problems))

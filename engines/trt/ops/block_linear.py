@@ -6,7 +6,7 @@ from __future__ import annotations
 import onnx
 
 from nemo_build.engines.lowering import StoredProjection
-from nemo_build.engines.tensorrt_rtx.ops import Context
+from nemo_build.engines.trt.ops import Context
 
 OP = "BlockLinear"
 

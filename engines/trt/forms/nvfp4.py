@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.lowering import StoredProjection
-from nemo_build.engines.tensorrt_rtx.forms import Codes, Matrix, RowsWeight, values
-from nemo_build.engines.tensorrt_rtx.forms.fp8 import one
-from nemo_build.engines.tensorrt_rtx.ops import Context
+from nemo_build.engines.trt.forms import Codes, Matrix, RowsWeight, values
+from nemo_build.engines.trt.forms.fp8 import one
+from nemo_build.engines.trt.ops import Context
 from nemo_build.engines.weights import Weight
 from nemo_build.errors import CheckpointError
 from nemo_build.plugins.codecs import nvfp4 as codec

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lowered graph as a TensorRT-RTX network, and its build. Runs in a process of its own: see :mod:`.worker`.
+"""A lowered graph as a network, and its build. Runs in a process of its own: see :mod:`.worker`.
 
 Everything that touches the library is here. It may end the process where others raise an error.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, TextIO
 
-from nemo_build.engines.tensorrt_rtx.ops.cached_attention import KEY_LENGTHS
+from nemo_build.engines.trt.ops.cached_attention import KEY_LENGTHS
 from nemo_build.errors import UserError
 
 Report = Callable[..., None]
@@ -24,6 +25,8 @@ class Network:
     """A parsed network with what must stay alive beside it.
 
     Args:
+        module: The library's Python module.
+        title: What people call the library.
         model: File of the lowered graph in the working directory, where its weights are too.
         log: Where the library's messages go.
 
@@ -31,17 +34,16 @@ class Network:
         UserError: The parser refuses the graph; every node it names is listed.
     """
 
-    def __init__(self, model: str, log: TextIO) -> None:
-        import tensorrt_rtx as trt
-
-        self.trt, self._name = trt, model.removesuffix(".onnx")
+    def __init__(self, module: str, title: str, model: str, log: TextIO) -> None:
+        trt = importlib.import_module(module)
+        self.trt, self._title, self._name = trt, title, model.removesuffix(".onnx")
         self.logger = _make_logger(trt, log)
         self.builder = trt.Builder(self.logger)
         self.network = self.builder.create_network(0)
         parser = trt.OnnxParser(self.network, self.logger)
         if not parser.parse_from_file(model):
             problems = [_describe(parser.get_error(i)) for i in range(parser.num_errors)]
-            raise UserError(f"TensorRT-RTX cannot read {self._name}:", problems or self.logger.errors)
+            raise UserError(f"{title} cannot read {self._name}:", problems or self.logger.errors)
         self._align_attention()
 
     def build(
@@ -78,7 +80,7 @@ class Network:
             writer = _make_writer(trt, file, report)
             done = self.builder.build_serialized_network_to_stream(self.network, config, writer)
         if not done:
-            raise UserError(f"TensorRT-RTX cannot compile {self._name}:", self.logger.errors[:5])
+            raise UserError(f"{self._title} cannot compile {self._name}:", self.logger.errors[:5])
 
     def _align_attention(self) -> None:
         """Give every attention its number of keys, a causal mask that ends with them, and the cache itself as keys.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowering of a portable step graph to standard ops that TensorRT-RTX compiles.
+"""Lowering of a portable step graph to what TensorRT-RTX and TensorRT compile.
 
-Custom ops become what their module in :mod:`~nemo_build.engines.tensorrt_rtx.ops` makes of them; standard ops stay as
-they are, in float32. Rows are slots: the graph loses its input ``slots``, and state buffers have as many rows as the
-step. ``docs/tensorrt_rtx.md`` has the contract.
+Custom ops become what their module makes of them, by default the standard ops of
+:mod:`~nemo_build.engines.trt.ops`; standard ops stay as they are, in float32. Rows are slots: the graph loses its input
+``slots``, and state buffers have as many rows as the step. ``docs/tensorrt_rtx.md`` has the contract.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from types import ModuleType
 
 import onnx
 
-from nemo_build.engines.tensorrt_rtx.emitter import BFLOAT16, Emitter
-from nemo_build.engines.tensorrt_rtx.forms import COMPUTE_NAMES, ONNX_TYPES, WeightTable
-from nemo_build.engines.tensorrt_rtx.ops import Context, op_modules, refuse
-from nemo_build.engines.tensorrt_rtx.phases import PREFILL, Phase
+from nemo_build.engines.trt.emitter import BFLOAT16, Emitter
+from nemo_build.engines.trt.forms import COMPUTE_NAMES, ONNX_TYPES, WeightTable
+from nemo_build.engines.trt.ops import Context, op_modules, refuse
+from nemo_build.engines.trt.phases import PREFILL, Phase
 from nemo_build.engines.weights import CopiedWeight, Weight
 from nemo_build.plugins.schema import DOMAIN
 from nemo_build.state import StateSpec
@@ -33,7 +34,11 @@ _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 
 
 def lower(
-    model: onnx.ModelProto, phase: Phase, table: WeightTable, compute: int = BFLOAT16
+    model: onnx.ModelProto,
+    phase: Phase,
+    table: WeightTable,
+    compute: int = BFLOAT16,
+    ops: Mapping[str, ModuleType] | None = None,
 ) -> onnx.ModelProto:
     """One phase's graph of a portable graph, which stays as it is.
 
@@ -42,6 +47,7 @@ def lower(
         phase: Which graph, and its sizes.
         table: Gets the weights that the graph needs. External data of the result are still to be pointed at.
         compute: ONNX type that projections and attention multiply in, bfloat16 or float32.
+        ops: Modules of custom ops by name; those of :mod:`~nemo_build.engines.trt.ops` unless given.
 
     Raises:
         UserError: An op is used in a way that the backend has no formulation of.
@@ -52,7 +58,7 @@ def lower(
     shapes |= {t.name: tuple(t.dims) for t in model.graph.initializer}
     c = Context(Emitter(), phase, table, shapes, compute)
     for node in model.graph.node:
-        _lower_node(c, node)
+        _lower_node(c, node, op_modules() if ops is None else ops)
     outputs = [_with_state(o, {s.output: s for s in states}) for o in model.graph.output]
     if phase.name == PREFILL and c.overflows:
         worst = c.g.op("Concat", *c.overflows, axis=0)
@@ -78,12 +84,12 @@ def lowered_states(model: onnx.ModelProto, phase: Phase, compute: int = BFLOAT16
     ]
 
 
-def _lower_node(c: Context, node: onnx.NodeProto) -> None:
+def _lower_node(c: Context, node: onnx.NodeProto, ops: Mapping[str, ModuleType]) -> None:
     if node.domain == DOMAIN:
-        if node.op_type not in op_modules():
+        if node.op_type not in ops:
             raise refuse(node, "the op is not known to it")
         c.g.scope = node.name
-        op_modules()[node.op_type].lower(c, node)
+        ops[node.op_type].lower(c, node)
         return
     kept = onnx.NodeProto()
     kept.CopyFrom(node)
