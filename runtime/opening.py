@@ -18,6 +18,7 @@ from nemo_build.plugins import native
 from nemo_build.runtime.memory import SlotMemory
 from nemo_build.runtime.prefix_cache import PrefixCache
 from nemo_build.runtime.scheduler import TOKEN_BUDGET, Scheduler
+from nemo_build.runtime.speculation.base import Speculator
 from nemo_build.runtime.speculation.drafting import Drafting
 from nemo_build.runtime.speculation.kinds import (
     ADAPTIVE_DRAFTS,
@@ -80,8 +81,58 @@ class Opened:
     cache: PrefixCache | None
 
 
-def open_engine(directory: Path, options: Options) -> Opened:
-    """Open an engine bundle; errors are those of :meth:`nemo_build.runtime.engine.Engine.load`."""
+@dataclass(frozen=True)
+class Opening:
+    """An engine that was found to be whole, and what of it is to be opened and how.
+
+    Attributes:
+        files: Opens its graphs.
+        options: As given.
+        kind: The speculator, if there is one.
+        most_drafts: Drafts of a request in a step, at most.
+        pending: Tokens of a slot that a step may leave uncommitted.
+        states: State buffers of all its graphs.
+        memory: What the requests that run may take; ``None``: all slots at full context are affordable.
+    """
+
+    files: EngineFiles
+    options: Options
+    kind: SpeculatorKind | None
+    most_drafts: int
+    pending: int
+    states: list[StateSpec]
+    memory: SlotMemory | None
+
+    def target(self) -> Session:
+        """The open target graph."""
+        features = {self.kind.features: True} if self.kind and self.kind.features else {}
+        files = self.files.in_turn(drafter=False) if self.kind else self.files
+        session: Session = files.session("target", pending=self.pending, **features)
+        return session
+
+    def drafter(self) -> Speculator:
+        """The open speculator."""
+        assert self.kind is not None, "callers have seen to it"
+        return self.kind.open(self.files.in_turn(drafter=True))
+
+    def controller(self) -> DraftLengthController | None:
+        """What chooses the number of drafts, unless it is fixed."""
+        return DraftLengthController(self.most_drafts) if self.options.draft_length is None else None
+
+    def cache(self, speculator: Speculator | None) -> PrefixCache | None:
+        """The prefix cache, if one is wanted."""
+        if not self.options.prefix_cache:
+            return None
+        lookahead = speculator.lookahead if speculator is not None else {}
+        return PrefixCache(
+            self.states, capacity=self.options.prefix_cache, pending=self.pending, lookahead=lookahead
+        )
+
+
+def prepare(directory: Path, options: Options) -> Opening:
+    """Check an engine bundle and what is asked of it; errors are those of
+    :meth:`nemo_build.runtime.engine.Engine.load`.
+    """
     options.check()
     manifest = read_manifest(directory, ENGINE_BUNDLE)
     check_engine(directory, manifest)
@@ -95,34 +146,28 @@ def open_engine(directory: Path, options: Options) -> Opened:
     memory = _memory(manifest, states, slots=slots, context=context, pending=pending, options=options)
     threads = default_threads() if options.threads is None else options.threads
     files = EngineFiles(directory, manifest, {"slots": slots, "context": context, "threads": threads})
-    if kind is None:
-        session, speculation = files.session("target"), None
-    else:
-        session, speculation = _speculation(files, kind, most, options)
-    cache = None
-    if options.prefix_cache:
-        lookahead = speculation.speculator.lookahead if speculation is not None else {}
-        cache = PrefixCache(states, capacity=options.prefix_cache, pending=pending, lookahead=lookahead)
-    scheduler = Scheduler(session, speculation, cache=cache, memory=memory, token_budget=options.token_budget)
-    return Opened(manifest, session, scheduler, cache)
+    return Opening(files, options, kind, most, pending, states, memory)
 
 
-def _speculation(
-    files: EngineFiles, kind: SpeculatorKind, most: int, options: Options
-) -> tuple[Session, Speculation]:
-    features = {kind.features: True} if kind.features else {}
-    session = files.in_turn(drafter=False).session("target", pending=most + 1, **features)
-    controller = DraftLengthController(most) if options.draft_length is None else None
-    speculator = kind.open(files.in_turn(drafter=True))
-    speculation = Speculation(
-        speculator,
-        most,
-        session.slots,
-        controller=controller,
-        drafting=options.drafting,
-        watch_all=options.prefix_cache > 0,
+def open_engine(directory: Path, options: Options) -> Opened:
+    """Open an engine bundle; errors are those of :meth:`nemo_build.runtime.engine.Engine.load`."""
+    opening = prepare(directory, options)
+    session = opening.target()
+    speculation = None
+    if opening.kind is not None:
+        speculation = Speculation(
+            opening.drafter(),
+            opening.most_drafts,
+            session.slots,
+            controller=opening.controller(),
+            drafting=options.drafting,
+            watch_all=options.prefix_cache > 0,
+        )
+    cache = opening.cache(speculation.speculator if speculation is not None else None)
+    scheduler = Scheduler(
+        session, speculation, cache=cache, memory=opening.memory, token_budget=options.token_budget
     )
-    return session, speculation
+    return Opened(opening.files.manifest, session, scheduler, cache)
 
 
 def _memory(

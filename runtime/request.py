@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from nemo_build.engines.plan import PREFILL_CHUNK
 from nemo_build.errors import RequestError
+from nemo_build.runtime.choice import TokenChooser
 from nemo_build.runtime.detokenizer import IncrementalDetokenizer, TokenTable
 from nemo_build.runtime.params import SamplingParams
-from nemo_build.runtime.sampling import NonFiniteLogitsError, TokenCounts
-from nemo_build.runtime.speculation.verify import Method, verify
+from nemo_build.runtime.sampling import NonFiniteLogitsError
+from nemo_build.runtime.speculation.verify import Method
 from nemo_build.runtime.stopping import FinishReason, StepText, StopState
 
 PRIORITY_SECONDS = 10.0
@@ -96,7 +97,7 @@ class Request:
         watched: Whether the speculator is told of what it commits.
         followed: Whether the speculator knows what follows the tokens fed, so that it can draft.
         arrival: When the scheduler got it, by its clock.
-        takes_likeliest: Whether it takes the most likely token, whatever it is.
+        chooser: What chooses its tokens.
     """
 
     def __init__(
@@ -127,16 +128,10 @@ class Request:
         self.events: deque[Event] = deque()
         self._has_ended = False
         self.error: Exception | None = None
-        self.counts = TokenCounts(prompt) if params.uses_counts else None
-        self.eos_ids = eos_ids
+        self.chooser = TokenChooser(self.params, seed=self.seed, eos_ids=eos_ids, prompt=prompt)
         self._context = context
         detokenizer = IncrementalDetokenizer(table, skip_special_tokens=skip_special_tokens)
         self._stop = StopState(self.params, eos_ids, detokenizer)
-        self.takes_likeliest = (
-            params.temperature == 0
-            and not (params.uses_counts or params.logit_bias)
-            and self.params.min_tokens == 0
-        )
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -177,7 +172,7 @@ class Request:
     def choose(
         self,
         logits: NDArray[np.float32],
-        likeliest: Sequence[int] | None,
+        best: Sequence[int] | None,
         drafts: Sequence[int] = (),
         probabilities: NDArray[np.float64] | None = None,
         method: Method = "token",
@@ -185,45 +180,33 @@ class Request:
         """Take the tokens that follow the last one, and add them to the events; give up if that cannot be.
 
         Args:
-            logits: ``[len(drafts) + 1, V]``: after the last token, and after each draft.
-            likeliest: The most likely tokens by `logits`; ``None``: some are not finite.
-            drafts: Tokens that may follow.
-            probabilities: As of :func:`~nemo_build.runtime.speculation.verify.verify`, like `method`.
+            logits: As of :meth:`~nemo_build.runtime.choice.TokenChooser.choose`, like the other arguments.
 
         Returns:
             How many drafts were accepted.
         """
-        if self.takes_likeliest and likeliest is not None:
-            accepted = 0
-            while accepted < len(drafts) and drafts[accepted] == likeliest[accepted]:
-                accepted += 1
-            return self._add(likeliest[: accepted + 1], accepted)
         try:
-            verdict = verify(
-                logits,
-                drafts,
-                self.params,
-                self.counts,
-                seed=self.seed,
-                position=len(self.tokens),
-                eos_ids=self.eos_ids,
-                num_output=len(self.tokens) - self.prompt_tokens,
-                probabilities=probabilities,
-                method=method,
-            )
+            tokens, accepted = self.chooser.choose(logits, best, drafts, probabilities, method)
         except NonFiniteLogitsError as error:
             self.error = error
             return 0
-        return self._add(verdict.tokens, verdict.accepted)
+        return self.take(tokens, accepted)
 
-    def _add(self, tokens: Sequence[int], accepted: int) -> int:
-        """Append tokens up to the end of the text; how many of the accepted ones those are."""
+    def take(self, tokens: Sequence[int], accepted: int) -> int:
+        """Append tokens up to the end of the text, and add them to the events.
+
+        Args:
+            tokens: They follow the last one.
+            accepted: How many of the first of them were drafts.
+
+        Returns:
+            How many drafts there are before the end of the text.
+        """
         for i, token in enumerate(tokens):
             if self._stop.finish_reason is not None:
                 return min(accepted, i)
             self.tokens.append(token)
-            if self.counts is not None:
-                self.counts.push(token)
+            self.chooser.push(token)
             self.events.append(Event(token, self._stop.push(token), i < accepted))
             self._has_ended = self._stop.finish_reason is not None
         return accepted

@@ -34,7 +34,7 @@ from nemo_build.runtime.prefix_cache import PrefixCache
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.acceptance import Acceptance
 from nemo_build.runtime.speculation.rounds import NO_DRAFTS, Drafts, Speculation
-from nemo_build.runtime.steps import Computed, Row, StepRunner
+from nemo_build.runtime.steps import Computed, Row, StateLostError, StepRunner
 from nemo_build.runtime.stopping import FinishReason
 
 __all__ = ["TOKEN_BUDGET", "Scheduler", "SchedulerStatistics"]
@@ -87,6 +87,7 @@ class Scheduler:
         memory: What the requests that run may take; ``None``: all slots at full context are affordable.
         token_budget: Positions of a step.
         clock: Seconds, for timeouts and ages.
+        runner: What computes rows; by default the session, in this process.
 
     Raises:
         ValueError: The token budget is below 1.
@@ -101,6 +102,7 @@ class Scheduler:
         memory: SlotMemory | None = None,
         token_budget: int = TOKEN_BUDGET,
         clock: Callable[[], float] = time.monotonic,
+        runner: StepRunner | None = None,
     ) -> None:
         if token_budget < 1:
             raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
@@ -111,7 +113,7 @@ class Scheduler:
         self._budget = token_budget
         self._growth = 1 + session.pending  # tokens of a request after a step more than before it, at most
         self._clock = clock
-        self._runner = StepRunner(session, speculation, keep_all=cache is not None)
+        self._runner = runner or StepRunner(session, speculation, keep_all=cache is not None)
         self._free = list(range(session.slots - 1, -1, -1))
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
@@ -168,10 +170,13 @@ class Scheduler:
 
         A step that fails or is interrupted leaves the state of the requests that run unknown, so it ends them all; and
         if none ran, those that wait, which it failed to start. Wherever that happens, no slot is lost, and no request
-        is in none of the lists.
+        is in none of the lists. Where what computes rows says that it lost the state and is well again, they are
+        computed once more instead.
         """
         try:
             self._step()
+        except StateLostError:
+            self._start_over()
         except BaseException as error:
             for request in self._running or [r for _, _, r in self._waiting]:
                 if isinstance(error, Exception) and not request.finished:
@@ -183,6 +188,12 @@ class Scheduler:
             taken = {r.slot for r in self._running}
             self._free = [s for s in range(self._session.slots - 1, -1, -1) if s not in taken]
             raise
+
+    def _start_over(self) -> None:
+        """Let the requests that run wait again, as nothing is left of what was computed."""
+        self._retire(keep=False)
+        for request in list(self._running):
+            self._preempt(request, keep=False)
 
     def reap(self) -> None:
         """End what was cancelled or is out of time, and free its slots; a step begins with this."""
@@ -374,9 +385,9 @@ class Scheduler:
             used -= self._need(victims[-1], self._growth)
         return victims
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, *, keep: bool = True) -> None:
         """Take the slot of a request away; it waits again."""
-        if self._cache is not None:
+        if keep and self._cache is not None:
             self._store(request)
         self._preemptions += 1
         self._wait(request)

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import Session, StepBatch, StepOutput
+from nemo_build.runtime.choice import likeliest
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.base import Committed
 from nemo_build.runtime.speculation.rounds import NO_DRAFTS, Drafts, Speculation
@@ -20,6 +20,10 @@ from nemo_build.state import stays_pending
 
 _WORTH_A_THREAD = 1e-3
 """Seconds of a step from which on the next is prepared meanwhile; a shorter one is over before a thread has begun."""
+
+
+class StateLostError(Exception):
+    """What computes rows has lost the state of all slots, and works again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +77,22 @@ class StepRunner:
             rows: At least one.
             meanwhile: Must leave the rows and their slots alone.
         """
-        batch = _batch(rows, lean=not any(r.request.watched for r in rows))
         if self._seconds < _WORTH_A_THREAD or not self._session.isolated:
-            output, self._seconds = self._timed(batch)
+            computed = self._run(rows)
+            self._seconds = computed.seconds
             meanwhile()
-            return Computed(rows, output, self._seconds)
+            return computed
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "step")
         self._computing = True
-        computing = self._pool.submit(self._timed, batch)
+        computing = self._pool.submit(self._run, rows)
         try:
             meanwhile()
         finally:
-            output, self._seconds = computing.result()
+            computed = computing.result()
         self._computing = False
-        return Computed(rows, output, self._seconds)
+        self._seconds = computed.seconds
+        return computed
 
     def settle(self) -> None:
         """Wait for what an interrupted caller left behind to be computed; until then its slots must be left alone."""
@@ -101,50 +106,55 @@ class StepRunner:
         Returns:
             For each row how many drafts were judged, and how many accepted.
         """
-        logits, output = computed.output.logits, computed.output
-        features = getattr(output, self._features) if self._features else None  # None too of a lean step
-        likeliest, finite = _likeliest(computed.rows, logits)
-        method = self._speculation.method if self._speculation is not None else "token"
         committed: list[Committed] = []
         results = []
-        first = 0
-        for i, row in enumerate(computed.rows):
-            request, drafts, count = row.request, row.drafts, len(row.tokens)
-            judged = accepted = 0
-            if row.wanted:
-                end = first + row.wanted
-                best = likeliest[first:end] if finite else None
-                accepted = request.choose(
-                    logits[first:end], best, drafts.tokens, drafts.probabilities, method
-                )
-                first = end
-                count -= len(drafts.tokens) - accepted
-                # Drafts behind the end of a text were not judged.
-                judged = accepted if request.finished else len(drafts.tokens)
-            results.append((judged, accepted))
+        for row, (accepted, features) in zip(computed.rows, self._choose(computed), strict=True):
+            request, drafts = row.request, row.drafts
+            count = len(row.tokens) - len(drafts.tokens) + accepted
+            # Drafts behind the end of a text were not judged.
+            results.append((accepted if request.finished else len(drafts.tokens), accepted))
             past = request.fed
             request.fed += count
             request.uncommitted = count if stays_pending(len(row.tokens), self._session.pending) else 0
             if self._speculation is not None and self._is_told(request):
                 assert request.slot is not None, "a row has a slot"
                 known = request.tokens[past : past + count + 1]
-                taken = None if features is None else features[i, :count]
+                taken = None if features is None else features[:count]
                 committed.append(Committed(request.slot, past, known, taken))
                 request.followed = True
         if self._speculation is not None:
             self._speculation.observe(committed)
         return results
 
+    def _run(self, rows: Sequence[Row]) -> Computed:
+        """Run a step."""
+        batch = _batch(rows, lean=not any(r.request.watched for r in rows))
+        start = time.perf_counter()
+        output = self._session.step(batch)
+        return Computed(rows, output, time.perf_counter() - start)
+
+    def _choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
+        """Let each request take its tokens: how many drafts were accepted, and the features ``[L, F]`` of its row."""
+        logits, output = computed.output.logits, computed.output
+        features = getattr(output, self._features) if self._features else None  # None too of a lean step
+        best, finite = likeliest([r.request.chooser for r in computed.rows], logits)
+        method = self._speculation.method if self._speculation is not None else "token"
+        first = 0
+        for i, row in enumerate(computed.rows):
+            drafts, end, accepted = row.drafts, first + row.wanted, 0
+            if row.wanted:
+                likely = best[first:end] if finite else None
+                accepted = row.request.choose(
+                    logits[first:end], likely, drafts.tokens, drafts.probabilities, method
+                )
+            yield accepted, None if features is None else features[i]
+            first = end
+
     def _is_told(self, request: Request) -> bool:
         """Whether the speculator hears of what a request committed; it must know the token after it."""
         if request.finished and not (self._keep_all and len(request.tokens) > request.fed):
             return False
         return request.watched
-
-    def _timed(self, batch: StepBatch) -> tuple[StepOutput, float]:
-        start = time.perf_counter()
-        output = self._session.step(batch)
-        return output, time.perf_counter() - start
 
 
 def _batch(rows: Sequence[Row], *, lean: bool) -> StepBatch:
@@ -156,18 +166,13 @@ def _batch(rows: Sequence[Row], *, lean: bool) -> StepBatch:
         accepted=[r.request.uncommitted for r in rows],
         logits="none",
     )
-    width = batch.input_ids.shape[1]
-    counts = np.array([r.wanted for r in rows])
+    return batch.replace(logit_rows=last_rows(batch, [r.wanted for r in rows]), lean=lean)
+
+
+def last_rows(batch: StepBatch, wanted: Sequence[int]) -> NDArray[np.int64]:
+    """The rows of a batch's tokens at which logits are wanted: of row i the last ``wanted[i]``."""
+    counts = np.array(wanted)
     # Row i wants its last tokens: those up to i * width + its length, counted from there.
-    ends = np.arange(len(rows)) * width + batch.lengths
+    ends = np.arange(len(counts)) * batch.input_ids.shape[1] + batch.lengths
     total = np.cumsum(counts)
-    return batch.replace(logit_rows=np.repeat(ends - total, counts) + np.arange(total[-1]), lean=lean)
-
-
-def _likeliest(rows: Sequence[Row], logits: NDArray[np.float32]) -> tuple[list[int], bool]:
-    """The most likely tokens by each row of logits, if anybody asks for them, and whether all are finite."""
-    if not len(logits) or not any(r.request.takes_likeliest for r in rows):
-        return [], False
-    tokens: NDArray[Any] = logits.argmax(axis=-1)
-    finite = bool(np.isfinite(logits[np.arange(len(tokens)), tokens]).all())
-    return tokens.tolist(), finite
+    return np.repeat(ends - total, counts) + np.arange(total[-1])

@@ -30,11 +30,11 @@ _SMALL = 64 << 20
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """An engine that is being opened: its directory, its manifest, and the sizes of its sessions."""
+    """An engine that is being opened: its directory, its manifest, and what all of its sessions are opened with."""
 
     directory: Path
     manifest: Mapping[str, Any]
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, Any]
 
     def in_turn(self, *, drafter: bool) -> EngineFiles:
         """The same for graphs that run in turn, which must not get into each other's way.
@@ -51,11 +51,11 @@ class EngineFiles:
 
     def session(self, graph: str, **options: Any) -> Any:
         """Open a step graph."""
-        return open_session(self.directory, self.manifest, graph, **self.sizes, **options)
+        return open_session(self.directory, self.manifest, graph, **{**self.sizes, **options})
 
     def graph(self, graph: str, **options: Any) -> Any:
         """Open another graph."""
-        return open_graph(self.directory, self.manifest, graph, **self.sizes, **options)
+        return open_graph(self.directory, self.manifest, graph, **{**self.sizes, **options})
 
 
 @dataclass(frozen=True)

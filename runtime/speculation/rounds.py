@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.acceptance import Acceptance, RequestRates
 from nemo_build.runtime.speculation.base import Chooser, Committed, DraftRequest, Speculator
-from nemo_build.runtime.speculation.drafting import DistributionChooser, Drafting, chooser_for
+from nemo_build.runtime.speculation.drafting import DistributionChooser, Drafting
 from nemo_build.runtime.speculation.lengths import DraftLengthController
 from nemo_build.runtime.speculation.verify import Method
 
@@ -166,16 +166,7 @@ class Speculation:
 
     def _ask(self, request: Request, length: int) -> DraftRequest:
         assert request.slot is not None, "a running request has a slot"
-        chooser = chooser_for(
-            request.params,
-            request.counts,
-            seed=request.seed,
-            position=len(request.tokens),
-            eos_ids=request.eos_ids,
-            num_output=len(request.tokens) - request.prompt_tokens,
-            method=self._drafting,
-        )
-        return DraftRequest(request.slot, length, chooser)
+        return DraftRequest(request.slot, length, request.chooser.for_drafts(self._drafting))
 
     def _lengths(self, requests: Sequence[Request], length: int) -> list[int]:
         """How many drafts to ask for, by request."""

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing the tokens of one request, wherever the logits are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_build.runtime.params import SamplingParams
+from nemo_build.runtime.sampling import TokenCounts
+from nemo_build.runtime.speculation.base import Chooser
+from nemo_build.runtime.speculation.drafting import Drafting, chooser_for
+from nemo_build.runtime.speculation.verify import Method, verify
+
+__all__ = ["TokenChooser", "likeliest"]
+
+
+class TokenChooser:
+    """The parameters of a request, and what the next choice depends on of its past.
+
+    Args:
+        params: How tokens are chosen.
+        seed: The request's seed.
+        eos_ids: Ids that end it.
+        prompt: Its prompt.
+        output: What came after that so far.
+
+    Attributes:
+        takes_likeliest: Whether it takes the most likely token, whatever it is.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        eos_ids: Collection[int],
+        prompt: Sequence[int],
+        output: Sequence[int] = (),
+    ) -> None:
+        self._params, self._seed, self._eos_ids = params, seed, eos_ids
+        self._prompt_tokens = self._length = len(prompt)
+        self._counts = TokenCounts(prompt) if params.uses_counts else None
+        self.takes_likeliest = (
+            params.temperature == 0
+            and not (params.uses_counts or params.logit_bias)
+            and params.min_tokens == 0
+        )
+        for token in output:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        """A token has been added to the output."""
+        self._length += 1
+        if self._counts is not None:
+            self._counts.push(token)
+
+    def choose(
+        self,
+        logits: NDArray[np.float32],
+        best: Sequence[int] | None,
+        drafts: Sequence[int] = (),
+        probabilities: NDArray[np.float64] | None = None,
+        method: Method = "token",
+    ) -> tuple[Sequence[int], int]:
+        """The tokens that follow the last one.
+
+        Args:
+            logits: ``[len(drafts) + 1, V]``: after the last token, and after each draft.
+            best: The most likely tokens by `logits`; ``None``: some are not finite.
+            drafts: Tokens that may follow.
+            probabilities: As of :func:`~nemo_build.runtime.speculation.verify.verify`, like `method`.
+
+        Returns:
+            The tokens, and how many drafts are accepted, which are the first of them.
+
+        Raises:
+            NonFiniteLogitsError: The logits are unusable.
+        """
+        if self.takes_likeliest and best is not None:
+            accepted = 0
+            while accepted < len(drafts) and drafts[accepted] == best[accepted]:
+                accepted += 1
+            return best[: accepted + 1], accepted
+        verdict = verify(
+            logits,
+            drafts,
+            self._params,
+            self._counts,
+            seed=self._seed,
+            position=self._length,
+            eos_ids=self._eos_ids,
+            num_output=self._length - self._prompt_tokens,
+            probabilities=probabilities,
+            method=method,
+        )
+        return verdict.tokens, verdict.accepted
+
+    def for_drafts(self, method: Drafting = "coupled") -> Chooser:
+        """What chooses the drafts of the next step."""
+        return chooser_for(
+            self._params,
+            self._counts,
+            seed=self._seed,
+            position=self._length,
+            eos_ids=self._eos_ids,
+            num_output=self._length - self._prompt_tokens,
+            method=method,
+        )
+
+
+def likeliest(choosers: Sequence[TokenChooser], logits: NDArray[np.float32]) -> tuple[list[int], bool]:
+    """The most likely tokens by each row of logits, if anybody asks for them, and whether all are finite."""
+    if not len(logits) or not any(c.takes_likeliest for c in choosers):
+        return [], False
+    tokens = logits.argmax(axis=-1)
+    finite = bool(np.isfinite(logits[np.arange(len(tokens)), tokens]).all())
+    found: list[int] = tokens.tolist()
+    return found, finite
