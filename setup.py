@@ -10,7 +10,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDERS = {
     "nemo_build": "nemo_build",
-    **{f"nemo_build.{name}": name for name in ("export", "plugins", "engines", "runtime")},
+    **{f"nemo_build.{name}": name for name in ("export", "plugins", "engines", "runtime", "triton_repo")},
 }
 PACKAGES = [
     ".".join([package, *path.parent.relative_to(folder).parts])

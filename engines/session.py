@@ -106,8 +106,8 @@ class StepOutput:
     taps: NDArray[np.float32] | None = None
 
 
-class Graph(Protocol):
-    """An open graph with its state buffers.
+class Slots(Protocol):
+    """State buffers with a slot for each sequence, wherever what advances them is.
 
     Attributes:
         slots: State slots.
@@ -115,23 +115,31 @@ class Graph(Protocol):
         pending: Tokens per slot that a step may leave uncommitted.
         isolated: Whether a run leaves the state of slots that are not in it alone, so that others may read and write
             it meanwhile.
-        hidden_size: Width of the residual stream.
-        states: The state buffers.
     """
 
     slots: int
     context: int
     pending: int
     isolated: bool
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """The state buffers by name, as views."""
+        ...
+
+
+class Graph(Slots, Protocol):
+    """An open graph with its state buffers.
+
+    Attributes:
+        hidden_size: Width of the residual stream.
+        states: The state buffers.
+    """
+
     hidden_size: int
     states: list[StateSpec]
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
         """Run it on host arrays, all inputs but the state buffers; returns the outputs it was opened for."""
-        ...
-
-    def state(self) -> Mapping[str, NDArray[Any]]:
-        """The state buffers by name, as views."""
         ...
 
 

@@ -28,6 +28,7 @@ class TokenChooser:
         output: What came after that so far.
 
     Attributes:
+        params: As given, like `seed` and `eos_ids`.
         takes_likeliest: Whether it takes the most likely token, whatever it is.
     """
 
@@ -40,7 +41,7 @@ class TokenChooser:
         prompt: Sequence[int],
         output: Sequence[int] = (),
     ) -> None:
-        self._params, self._seed, self._eos_ids = params, seed, eos_ids
+        self.params, self.seed, self.eos_ids = params, seed, eos_ids
         self._prompt_tokens = self._length = len(prompt)
         self._counts = TokenCounts(prompt) if params.uses_counts else None
         self.takes_likeliest = (
@@ -50,6 +51,11 @@ class TokenChooser:
         )
         for token in output:
             self.push(token)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return self._length
 
     def push(self, token: int) -> None:
         """A token has been added to the output."""
@@ -87,11 +93,11 @@ class TokenChooser:
         verdict = verify(
             logits,
             drafts,
-            self._params,
+            self.params,
             self._counts,
-            seed=self._seed,
+            seed=self.seed,
             position=self._length,
-            eos_ids=self._eos_ids,
+            eos_ids=self.eos_ids,
             num_output=self._length - self._prompt_tokens,
             probabilities=probabilities,
             method=method,
@@ -101,11 +107,11 @@ class TokenChooser:
     def for_drafts(self, method: Drafting = "coupled") -> Chooser:
         """What chooses the drafts of the next step."""
         return chooser_for(
-            self._params,
+            self.params,
             self._counts,
-            seed=self._seed,
+            seed=self.seed,
             position=self._length,
-            eos_ids=self._eos_ids,
+            eos_ids=self.eos_ids,
             num_output=self._length - self._prompt_tokens,
             method=method,
         )

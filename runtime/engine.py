@@ -40,7 +40,7 @@ class Engine:
         directory: The bundle.
         spec: The model.
         tokenizer: Its tokenizer.
-        session: The open target graph.
+        session: The open target graph, or where its slots are.
     """
 
     def __init__(self, directory: Path, opened: Opened) -> None:

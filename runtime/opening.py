@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
-from nemo_build.engines.backends import require_runnable
+from nemo_build.engines.backends import engine_graphs, pending_tokens, require_runnable, runs_on_host
 from nemo_build.engines.plan import MemoryPlan, host_memory, plan_memory
 from nemo_build.engines.provenance import check_engine
-from nemo_build.engines.session import Session
+from nemo_build.engines.session import Session, Slots
 from nemo_build.errors import PlanError, RequestError
 from nemo_build.plugins import native
 from nemo_build.runtime.memory import SlotMemory
@@ -70,13 +70,13 @@ class Opened:
 
     Attributes:
         manifest: Its manifest.
-        session: The open target graph.
+        session: The open target graph, or where its slots are.
         scheduler: Runs requests on it.
         cache: Its prefix cache, if it has one.
     """
 
     manifest: Mapping[str, Any]
-    session: Session
+    session: Slots
     scheduler: Scheduler
     cache: PrefixCache | None
 
@@ -138,12 +138,20 @@ def prepare(directory: Path, options: Options) -> Opening:
     check_engine(directory, manifest)
     require_runnable(directory, manifest)
     slots, context = _sizes(manifest["options"], options.max_sequences, options.max_context)
-    kind = speculator_kind(options.speculate, options.draft_length, manifest["graphs"])
+    built = engine_graphs(directory, manifest)
+    kind = speculator_kind(options.speculate, options.draft_length, built)
     most = ADAPTIVE_DRAFTS if options.draft_length is None else options.draft_length
-    pending = most + 1 if kind else 0
+    pending = pending_tokens(directory, manifest, most + 1 if kind else 0)
     graphs = ["target", *(kind.graphs if kind else ())]
-    states = declared_states(manifest["graphs"][name] for name in graphs)
-    memory = _memory(manifest, states, slots=slots, context=context, pending=pending, options=options)
+    states = declared_states(built[name] for name in graphs)
+    memory = None
+    if runs_on_host(directory, manifest):
+        memory = _memory(manifest, states, slots=slots, context=context, pending=pending, options=options)
+    elif options.memory is not None:
+        raise RequestError(
+            "memory cannot be given for an engine on a GPU, where all its states are allocated at once.",
+            hint="Lower max_sequences or max_context.",
+        )
     threads = default_threads() if options.threads is None else options.threads
     files = EngineFiles(directory, manifest, {"slots": slots, "context": context, "threads": threads})
     return Opening(files, options, kind, most, pending, states, memory)

@@ -24,17 +24,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
-from nemo_build.engines.session import Session
+from nemo_build.engines.session import Session, Slots
 from nemo_build.runtime.memory import SlotMemory, give_back
 from nemo_build.runtime.prefix_cache import PrefixCache
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.acceptance import Acceptance
 from nemo_build.runtime.speculation.rounds import NO_DRAFTS, Drafts, Speculation
-from nemo_build.runtime.steps import Computed, Row, StateLostError, StepRunner
+from nemo_build.runtime.steps import Computed, Row, RowRunner, StateLostError, StepRunner
 from nemo_build.runtime.stopping import FinishReason
 
 __all__ = ["TOKEN_BUDGET", "Scheduler", "SchedulerStatistics"]
@@ -81,7 +81,7 @@ class Scheduler:
     :meth:`add` and :meth:`cancel` may be called from any thread at any time; one thread at a time may do the rest.
 
     Args:
-        session: An open target graph, of which this is the only user.
+        session: An open target graph, of which this is the only user; with a `runner`, its slots are enough.
         speculation: Where drafts come from, or ``None`` for none.
         cache: Keeps what common prefixes of prompts lead to, or ``None``.
         memory: What the requests that run may take; ``None``: all slots at full context are affordable.
@@ -95,14 +95,14 @@ class Scheduler:
 
     def __init__(
         self,
-        session: Session,
+        session: Slots,
         speculation: Speculation | None = None,
         *,
         cache: PrefixCache | None = None,
         memory: SlotMemory | None = None,
         token_budget: int = TOKEN_BUDGET,
         clock: Callable[[], float] = time.monotonic,
-        runner: StepRunner | None = None,
+        runner: RowRunner | None = None,
     ) -> None:
         if token_budget < 1:
             raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
@@ -113,7 +113,7 @@ class Scheduler:
         self._budget = token_budget
         self._growth = 1 + session.pending  # tokens of a request after a step more than before it, at most
         self._clock = clock
-        self._runner = runner or StepRunner(session, speculation, keep_all=cache is not None)
+        self._runner = runner or StepRunner(cast(Session, session), speculation, keep_all=cache is not None)
         self._free = list(range(session.slots - 1, -1, -1))
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
@@ -192,6 +192,9 @@ class Scheduler:
     def _start_over(self) -> None:
         """Let the requests that run wait again, as nothing is left of what was computed."""
         self._retire(keep=False)
+        # One that was about to start is in both lists.
+        self._waiting = [w for w in self._waiting if w[2] not in self._running]
+        heapq.heapify(self._waiting)
         for request in list(self._running):
             self._preempt(request, keep=False)
 

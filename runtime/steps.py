@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_build.engines.session import Session, StepBatch, StepOutput
+from nemo_build.engines.session import Session, Slots, StepBatch, StepOutput
 from nemo_build.runtime.choice import likeliest
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.base import Committed
@@ -52,23 +53,30 @@ class Computed:
     seconds: float
 
 
-class StepRunner:
+class RowRunner(ABC):
     """Computes rows, and lets requests take what comes out.
 
     Args:
-        session: The target.
+        slots: Where the state of the rows is.
         speculation: What is to be told of committed tokens; ``None``: nobody.
         keep_all: Tell it of those of finished requests too, which are to be saved.
     """
 
-    def __init__(self, session: Session, speculation: Speculation | None, *, keep_all: bool) -> None:
-        self._session = session
+    def __init__(self, slots: Slots, speculation: Speculation | None, *, keep_all: bool) -> None:
+        self._slots = slots
         self._speculation = speculation
-        self._features = speculation.speculator.features if speculation is not None else None
         self._keep_all = keep_all
         self._pool: ThreadPoolExecutor | None = None
         self._computing = False  # whether the thread has something to do, as far as is known
         self._seconds = 0.0
+
+    @abstractmethod
+    def run(self, rows: Sequence[Row]) -> Computed:
+        """Run a step; perhaps in another thread than :meth:`choose`."""
+
+    @abstractmethod
+    def choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
+        """Let each request take its tokens: how many drafts were accepted, and the features ``[L, F]`` of its row."""
 
     def compute(self, rows: Sequence[Row], meanwhile: Callable[[], None]) -> Computed:
         """Run a step, and do something else while it is computed, or after it if that is not worth a thread.
@@ -77,15 +85,15 @@ class StepRunner:
             rows: At least one.
             meanwhile: Must leave the rows and their slots alone.
         """
-        if self._seconds < _WORTH_A_THREAD or not self._session.isolated:
-            computed = self._run(rows)
+        if self._seconds < _WORTH_A_THREAD or not self._slots.isolated:
+            computed = self.run(rows)
             self._seconds = computed.seconds
             meanwhile()
             return computed
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "step")
         self._computing = True
-        computing = self._pool.submit(self._run, rows)
+        computing = self._pool.submit(self.run, rows)
         try:
             meanwhile()
         finally:
@@ -108,14 +116,14 @@ class StepRunner:
         """
         committed: list[Committed] = []
         results = []
-        for row, (accepted, features) in zip(computed.rows, self._choose(computed), strict=True):
+        for row, (accepted, features) in zip(computed.rows, self.choose(computed), strict=True):
             request, drafts = row.request, row.drafts
             count = len(row.tokens) - len(drafts.tokens) + accepted
             # Drafts behind the end of a text were not judged.
             results.append((accepted if request.finished else len(drafts.tokens), accepted))
             past = request.fed
             request.fed += count
-            request.uncommitted = count if stays_pending(len(row.tokens), self._session.pending) else 0
+            request.uncommitted = count if stays_pending(len(row.tokens), self._slots.pending) else 0
             if self._speculation is not None and self._is_told(request):
                 assert request.slot is not None, "a row has a slot"
                 known = request.tokens[past : past + count + 1]
@@ -126,15 +134,32 @@ class StepRunner:
             self._speculation.observe(committed)
         return results
 
-    def _run(self, rows: Sequence[Row]) -> Computed:
-        """Run a step."""
+    def _is_told(self, request: Request) -> bool:
+        """Whether the speculator hears of what a request committed; it must know the token after it."""
+        if request.finished and not (self._keep_all and len(request.tokens) > request.fed):
+            return False
+        return request.watched
+
+
+class StepRunner(RowRunner):
+    """Computes rows with a session in this process; arguments as those of :class:`RowRunner`.
+
+    Args:
+        session: The target.
+    """
+
+    def __init__(self, session: Session, speculation: Speculation | None, *, keep_all: bool) -> None:
+        super().__init__(session, speculation, keep_all=keep_all)
+        self._session = session
+        self._features = speculation.speculator.features if speculation is not None else None
+
+    def run(self, rows: Sequence[Row]) -> Computed:
         batch = _batch(rows, lean=not any(r.request.watched for r in rows))
         start = time.perf_counter()
         output = self._session.step(batch)
         return Computed(rows, output, time.perf_counter() - start)
 
-    def _choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
-        """Let each request take its tokens: how many drafts were accepted, and the features ``[L, F]`` of its row."""
+    def choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
         logits, output = computed.output.logits, computed.output
         features = getattr(output, self._features) if self._features else None  # None too of a lean step
         best, finite = likeliest([r.request.chooser for r in computed.rows], logits)
@@ -149,12 +174,6 @@ class StepRunner:
                 )
             yield accepted, None if features is None else features[i]
             first = end
-
-    def _is_told(self, request: Request) -> bool:
-        """Whether the speculator hears of what a request committed; it must know the token after it."""
-        if request.finished and not (self._keep_all and len(request.tokens) > request.fed):
-            return False
-        return request.watched
 
 
 def _batch(rows: Sequence[Row], *, lean: bool) -> StepBatch:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
+from nemo_build.engines.backends import engine_graphs
 from nemo_build.errors import RequestError
 from nemo_build.runtime.bench.load import (
     LoadGenerator,
@@ -205,8 +206,9 @@ class Bench:
         self.directory = directory
         self.options = options
         self.manifest = read_manifest(directory, ENGINE_BUNDLE)
-        speculators = expand_speculators(options.speculators, self.manifest["graphs"])
-        _check_settings(options, speculators, self.manifest)
+        graphs = engine_graphs(directory, self.manifest)
+        speculators = expand_speculators(options.speculators, graphs)
+        _check_settings(options, speculators, self.manifest["options"]["max_sequences"], graphs)
         self.settings = make_settings(options.concurrency, speculators, options.draft_lengths)
         prompts = read_prompts(options.prompts)
         engine = Engine.load(directory, max_sequences=1, threads=options.threads)
@@ -330,16 +332,17 @@ def make_settings(
     ]
 
 
-def _check_settings(options: BenchOptions, speculators: Sequence[str], manifest: Mapping[str, Any]) -> None:
-    """Raises RequestError for what the engine cannot do, before anything is loaded."""
+def _check_settings(
+    options: BenchOptions, speculators: Sequence[str], most: int, graphs: Mapping[str, Any]
+) -> None:
+    """Raises RequestError for what an engine of `most` sequences cannot do, before anything is loaded."""
     problems = []
-    most = manifest["options"]["max_sequences"]
     for streams in options.concurrency:
         if not 1 <= streams <= most:
             problems.append(f"concurrency {streams}: the engine was built for 1 to {most} sequences")
     for name, length in [(n, None) for n in speculators] + [(NONE, n) for n in options.draft_lengths]:
         try:
-            speculator_kind(name, length, manifest["graphs"])
+            speculator_kind(name, length, graphs)
         except RequestError as error:
             problems.append(f"{error.headline} {error.hint}".rstrip())
     if options.rate is not None and not (math.isfinite(options.rate) and options.rate > 0):

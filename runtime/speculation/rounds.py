@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.acceptance import Acceptance, RequestRates
-from nemo_build.runtime.speculation.base import Chooser, Committed, DraftRequest, Speculator
+from nemo_build.runtime.speculation.base import Chooser, Committed, DraftRequest, Proposal, Speculator
 from nemo_build.runtime.speculation.drafting import DistributionChooser, Drafting
 from nemo_build.runtime.speculation.lengths import DraftLengthController
 from nemo_build.runtime.speculation.verify import Method
 
-__all__ = ["Drafts", "Speculation"]
+__all__ = ["Drafts", "Speculation", "worth_verifying"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,8 @@ class Speculation:
         asked = [self._ask(requests[i], lengths[i]) for i in rows]
         for i, request, proposal in zip(rows, asked, self.speculator.propose(asked), strict=True):
             tokens = proposal.tokens
-            if proposal.confidence is not None and self._controller is not None:
-                survival = np.cumprod(proposal.confidence)
-                tokens = tokens[: _paying(survival[None], self._controller.price(len(requests)))[0]]
+            if self._controller is not None:
+                tokens = worth_verifying(proposal, self._controller.price(len(requests)))
             drafts[i] = Drafts(tokens, _drawn_from(request.choose, len(tokens)))
         return drafts
 
@@ -177,6 +176,13 @@ class Speculation:
         survival = self._rates.survival(slots, self._controller.acceptance.rates())[:, :length]
         paying = _paying(survival, self._controller.price(len(requests)))
         return [min(n, int(p)) for n, p in zip(most, paying, strict=True)]
+
+
+def worth_verifying(proposal: Proposal, price: float) -> list[int]:
+    """The drafts before the first that is expected to bring fewer tokens than the price, by the drafter's own word."""
+    if proposal.confidence is None:
+        return proposal.tokens
+    return proposal.tokens[: _paying(np.cumprod(proposal.confidence)[None], price)[0]]
 
 
 def _drawn_from(chooser: Chooser, count: int) -> NDArray[np.float64] | None:

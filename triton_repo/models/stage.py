@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``draft_*``, ``verify`` and ``accept``: the models of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_build.triton_repo.models._python_backend import answer_all, settings_of
+from nemo_build.triton_repo.shared import server_key
+from nemo_build.triton_repo.stages import Accept, Draft, Verify, answer
+
+
+class TritonPythonModel:
+    """One of them, as its settings say."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Open what the model needs of the engine."""
+        settings, folder = settings_of(args)
+        self._stage: Verify | Draft | Accept
+        if settings.role == "accept":
+            self._stage = Accept()
+            return
+        parts = settings.parts(folder, server_key(settings.key))
+        self._stage = parts.verify() if settings.role == "verify" else parts.draft()
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Steps, or orders about a slot."""
+        return answer_all(requests, lambda inputs: answer(self._stage, inputs))

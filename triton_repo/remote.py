@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of steps that other models take: one request a step, for all rows.
+
+The scheduler is the runtime's own. It plans how many drafts each request gets; which tokens these are, and which are
+accepted, comes back with the step.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_build.engines.session import StepOutput
+from nemo_build.runtime.request import Request
+from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal
+from nemo_build.runtime.speculation.rounds import NO_DRAFTS, Drafts, Speculation
+from nemo_build.runtime.steps import Computed, Row, RowRunner, StateLostError
+from nemo_build.state import StateSpec
+from nemo_build.triton_repo.arrays import Tensors, pack, to_rows, unpack
+from nemo_build.triton_repo.stages import describe
+from nemo_build.triton_repo.tensors import NOTHING, UNUSABLE, ensemble
+
+
+class StepsFailedError(Exception):
+    """A model of the step does not answer any more."""
+
+
+class Models(Protocol):
+    """Reaches the models of a step."""
+
+    def call(self, model: str, inputs: Tensors, outputs: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Run a model.
+
+        Args:
+            model: Its name as in :mod:`~nemo_build.triton_repo.tensors`.
+            inputs: By name.
+            outputs: Names of those that are wanted.
+
+        Raises:
+            StepsFailedError: It does not answer.
+        """
+        ...
+
+    def repair(self) -> None:
+        """Start again what does not answer; all state is lost. Raises an error if that does not help."""
+        ...
+
+
+class Steps:
+    """Models that are started again when one does not answer.
+
+    Args:
+        models: Reaches them.
+
+    Attributes:
+        starts: How often they were started again; what they kept before that is lost.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._lock = threading.Lock()
+        self.starts = 0
+
+    def call(self, model: str, inputs: Tensors, outputs: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """As of :class:`Models`.
+
+        Raises:
+            StateLostError: A model did not answer; it does again.
+        """
+        starts = self.starts
+        try:
+            return self._models.call(model, inputs, outputs)
+        except StepsFailedError as error:
+            with self._lock:
+                if starts == self.starts:  # nobody else has seen to it
+                    self._models.repair()
+                    self.starts += 1
+            raise StateLostError(str(error)) from error
+
+    def control(
+        self, model: str, order: Mapping[str, Any], extra: Tensors | None = None
+    ) -> tuple[dict[str, Any], Tensors]:
+        """Have a model do something that is no step; returns its reply and what arrays come with that."""
+        inputs = {"CONTROL": np.array([json.dumps(order).encode()], np.object_)}
+        if extra:
+            inputs["EXTRA"] = pack(extra)
+        found = self.call(model, inputs, ("REPLY", "EXTRA"))
+        reply: dict[str, Any] = json.loads(found["REPLY"].ravel()[0])
+        return reply, unpack(found["EXTRA"])
+
+
+@dataclass
+class RemoteSlots:
+    """Slots whose state buffers other processes advance, seen through shared memory."""
+
+    slots: int
+    context: int
+    pending: int
+    buffers: Mapping[str, NDArray[Any]]
+    isolated: bool = True
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """The state buffers by name, as views."""
+        return self.buffers
+
+
+class RemoteSpeculator:
+    """A speculator in another process; it implements the scheduler's side of
+    :class:`~nemo_build.runtime.speculation.base.Speculator`.
+
+    Args:
+        steps: Reaches it.
+        name: Of the speculator.
+        states: State buffers of its graphs.
+        buffers: These, in shared memory.
+    """
+
+    features: str | None = None
+
+    def __init__(
+        self, steps: Steps, name: str, states: Sequence[StateSpec], buffers: Mapping[str, NDArray[Any]]
+    ) -> None:
+        self._steps, self._model = steps, f"draft_{name}"
+        self.states, self._buffers = states, buffers
+        self.requests: dict[int, Request] = {}
+        self._known: dict[int, Committed] = {}  # what it has not been told of
+        reply, _ = steps.control(self._model, {"do": "describe"})
+        self.lookahead: Mapping[str, int] = reply["lookahead"]
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """The state buffers by name."""
+        return self._buffers
+
+    def start(self, slot: int, tokens: Sequence[int], extra: Tensors) -> None:
+        """Begin the request that was put into :attr:`requests`."""
+        self._known.pop(slot, None)
+        order = {
+            "do": "start",
+            "slot": slot,
+            "request": describe(self.requests[slot]),
+            "fed": len(tokens),
+        }
+        self._steps.control(self._model, order, extra)
+
+    def observe(self, rows: Sequence[Committed]) -> None:
+        """Remember what was committed, until there is something to tell it anyway."""
+        for row in rows:
+            self._known[row.slot] = row
+
+    def take_known(self, slot: int) -> Committed | None:
+        """What the speculator is to be told of a slot with the next step."""
+        return self._known.pop(slot, None)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Drafts are proposed within a step, so this is not called."""
+        raise RuntimeError("drafts of another process come with a step")
+
+    def save(self, slot: int, committed: int) -> Tensors:
+        """As of the speculator itself."""
+        known = self.take_known(slot)
+        told = None if known is None else {"past": known.past, "tokens": list(known.tokens)}
+        order = {"do": "save", "slot": slot, "committed": committed, "known": told}
+        return self._steps.control(self._model, order)[1]
+
+    def release(self, slot: int) -> None:
+        """Forget what waits; the other process forgets the rest when the slot is taken again."""
+        self._known.pop(slot, None)
+        self.requests.pop(slot, None)
+
+
+class RemoteSpeculation(Speculation):
+    """Plans how many drafts each request gets; arguments as those of
+    :class:`~nemo_build.runtime.speculation.rounds.Speculation`.
+    """
+
+    def __init__(self, speculator: RemoteSpeculator, draft_length: int, slots: int, **options: Any) -> None:
+        super().__init__(speculator, draft_length, slots, **options)
+        self.remote = speculator
+        self.price = 0.0
+
+    def start(self, request: Request, extra: Mapping[str, NDArray[Any]]) -> None:
+        """As of the base class."""
+        assert request.slot is not None, "a running request has a slot"
+        self.remote.requests[request.slot] = request
+        super().start(request, extra)
+
+    def _propose(self, requests: Sequence[Request], length: int) -> list[Drafts]:
+        self.price = 0.0 if self._controller is None else self._controller.price(len(requests))
+        return [Drafts([NOTHING] * n) if n else NO_DRAFTS for n in self._lengths(requests, length)]
+
+
+@dataclass(frozen=True)
+class _Chosen(Computed):
+    """Rows whose tokens were chosen as well."""
+
+    tokens: Sequence[Sequence[int]]
+    accepted: Sequence[int]
+
+
+class RemoteRunner(RowRunner):
+    """Computes rows by requests to a step's ensemble.
+
+    Args:
+        steps: Reaches it.
+        slots: Where the state is.
+        speculation: Plans drafts, or ``None``.
+        drafter: Name of the speculator, or ``None``.
+        keep_all: As of the base class.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        slots: RemoteSlots,
+        speculation: RemoteSpeculation | None,
+        drafter: str | None,
+        *,
+        keep_all: bool,
+    ) -> None:
+        super().__init__(slots, speculation, keep_all=keep_all)
+        self._steps, self._drafting, self._drafter = steps, speculation, drafter
+        self._choosing: dict[int, Request] = {}  # whose tokens the target's process can choose, by slot
+        self._starts = steps.starts
+
+    def run(self, rows: Sequence[Row]) -> Computed:
+        """As of the base class; raises StateLostError if a model did not answer."""
+        if self._starts != self._steps.starts:
+            self._choosing.clear()
+            self._starts = self._steps.starts
+        start = time.perf_counter()
+        found = self._step(rows)
+        seconds = time.perf_counter() - start
+        drafts = self._drafts(rows, found)
+        made = [_with_drafts(row, d) for row, d in zip(rows, drafts, strict=True)]
+        output = StepOutput(np.empty((0, 0), np.float32))
+        tokens = [[t for t in row if t != NOTHING] for row in found["CHOSEN"].tolist()]
+        return _Chosen(made, output, seconds, tokens, found["ACCEPTED_DRAFTS"].tolist())
+
+    def choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
+        """As of the base class."""
+        assert isinstance(computed, _Chosen), "it comes from `run`"
+        for row, tokens, accepted in zip(computed.rows, computed.tokens, computed.accepted, strict=True):
+            if tokens and tokens[0] == UNUSABLE:
+                row.request.error = RuntimeError("its logits are not finite")
+                yield 0, None
+            else:
+                yield row.request.take(tokens, accepted) if row.wanted else 0, None
+
+    def _step(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
+        for row in rows:
+            self._let_choose(row.request)
+        fed = [row.tokens[: len(row.tokens) - len(row.drafts.tokens)] for row in rows]
+        inputs = {
+            "SLOT": _column(row.request.slot for row in rows),
+            "TOKENS": to_rows(fed),
+            "LENGTHS": _column(map(len, fed)),
+            "PAST": _column(row.request.fed for row in rows),
+            "ACCEPTED": _column(row.request.uncommitted for row in rows),
+            "WANTED": _column(row.wanted > 0 for row in rows),
+            "WATCHED": _column(row.request.watched for row in rows),
+        }
+        drafter = self._drafter if any(row.request.watched for row in rows) else None
+        if drafter is None:
+            nothing = np.zeros((len(rows), 1), np.int32)
+            inputs |= {"DRAFT": nothing, "DRAFT_LENGTHS": nothing[:, 0]}
+        else:
+            inputs |= self._drafting_inputs(rows)
+        spec = ensemble(drafter)
+        return self._steps.call(spec.name, inputs, spec.outputs)
+
+    def _drafting_inputs(self, rows: Sequence[Row]) -> Tensors:
+        assert self._drafting is not None, "there is a drafter"
+        known = [
+            self._drafting.remote.take_known(row.request.slot)
+            if row.request.watched and row.request.slot is not None
+            else None
+            for row in rows
+        ]
+        tokens = [[] if k is None else list(k.tokens) for k in known]
+        return {
+            "KNOWN": to_rows(tokens),
+            "KNOWN_LENGTHS": _column(map(len, tokens)),
+            "KNOWN_PAST": _column(0 if k is None else k.past for k in known),
+            "DRAFTS": _column(len(row.drafts.tokens) for row in rows),
+            "PRICE": np.array([self._drafting.price], np.float32),
+        }
+
+    def _let_choose(self, request: Request) -> None:
+        """Make sure that the target's process can choose the tokens of a request."""
+        assert request.slot is not None, "a row has a slot"
+        if self._choosing.get(request.slot) is not request:
+            order = {"do": "start", "slot": request.slot, "request": describe(request)}
+            self._steps.control("verify", order)
+            self._choosing[request.slot] = request
+
+    def _drafts(self, rows: Sequence[Row], found: Tensors) -> list[list[int]]:
+        if "DRAFT" not in found:
+            return [[] for _ in rows]
+        lengths = found["DRAFT_LENGTHS"].tolist()
+        return [row[:n] for row, n in zip(found["DRAFT"].tolist(), lengths, strict=True)]
+
+
+def _with_drafts(row: Row, drafts: list[int]) -> Row:
+    """A row with the drafts that were made in place of the planned ones."""
+    own = row.tokens[: len(row.tokens) - len(row.drafts.tokens)]
+    return replace(
+        row,
+        tokens=[*own, *drafts],
+        wanted=row.wanted and 1 + len(drafts),
+        drafts=Drafts(drafts) if drafts else NO_DRAFTS,
+    )
+
+
+def _column(values: Any) -> NDArray[np.int32]:
+    return np.fromiter(values, np.int32)
