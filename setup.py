@@ -10,7 +10,10 @@ from setuptools.command.build_ext import build_ext
 
 FOLDERS = {
     "nemo_build": "nemo_build",
-    **{f"nemo_build.{name}": name for name in ("export", "plugins", "engines", "runtime", "triton_repo")},
+    **{
+        f"nemo_build.{name}": name
+        for name in ("export", "plugins", "engines", "runtime", "triton_repo", "deploy")
+    },
 }
 PACKAGES = [
     ".".join([package, *path.parent.relative_to(folder).parts])
@@ -62,6 +65,29 @@ KERNELS = [
     if IS_X86 or not flags
 ]
 
+# The op that launches GPU kernels in ONNX Runtime. It needs nothing of CUDA to be compiled or loaded.
+LAUNCH = Extension(
+    "nemo_build.plugins.gpu._launch",
+    [*sorted(str(p) for p in Path("plugins/gpu/ort").glob("*.cc")), "plugins/native/library.cc"],
+    depends=HEADERS + sorted(str(p) for p in Path("plugins/gpu/ort").glob("*.h")),
+    include_dirs=["plugins/native", "plugins/gpu/ort"],
+    libraries=["dl"],
+    language="c++",
+    optional=True,
+    extra_compile_args=COMMON,
+)
+
+# The allocator of processes that build TensorRT-RTX plans. Without it plans are not the same to the byte each time.
+ADDRESSES = Extension(
+    "nemo_build.engines.tensorrt_rtx._addresses",
+    ["engines/tensorrt_rtx/addresses.cc"],
+    libraries=["dl"],
+    language="c++",
+    optional=True,
+    # What is an allocator must not be taken for a use of one.
+    extra_compile_args=[*COMMON, "-fno-builtin"],
+)
+
 
 class BuildLibraries(build_ext):
     """Compiles the same sources once for each library, so each needs a folder of its own for the objects."""
@@ -77,6 +103,6 @@ class BuildLibraries(build_ext):
 setup(
     packages=PACKAGES,
     package_dir=FOLDERS,
-    ext_modules=[PACK, *KERNELS],
+    ext_modules=[PACK, *KERNELS, LAUNCH, *([ADDRESSES] if IS_X86 else [])],
     cmdclass={"build_ext": BuildLibraries},
 )

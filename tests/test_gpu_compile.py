@@ -19,8 +19,9 @@ from nemo_build.errors import UserError
 from nemo_build.plugins import gpu
 from nemo_build.plugins.causal_conv1d import gpu as conv
 from nemo_build.plugins.gpu import compile as compiler
-from nemo_build.plugins.gpu.compile import PTX_VERSIONS, SHARED_LIMITS, Binary, compile_kernel
+from nemo_build.plugins.gpu.compile import PTX_VERSIONS, SHARED_LIMITS, SHARED_UNASKED, Binary, compile_kernel
 from nemo_build.plugins.gpu.kernel import Ceil, Kernel, Tensor, bind, resolve
+from nemo_build.plugins.gpu.node import nodes
 from nemo_build.plugins.gpu.worker import Worker, WorkerDied, WorkerFailed
 from nemo_build.plugins.registry import plugins_by_name
 
@@ -60,6 +61,14 @@ def test_a_kernel_is_described_and_recorded(kernel):
     assert list(architectures) == [str(sm) for sm in ARCHITECTURES if sm >= kernel.least_sm]
     if kernel.per_token:
         assert not any(figures["stack"] for figures in architectures.values())
+
+
+@pytest.mark.parametrize("node", nodes(KERNELS), ids=lambda n: n.name.rpartition("_")[0])
+def test_a_node_can_be_launched_without_asking_for_shared_memory(node):
+    """On every architecture, by one of its kernels at least; not every backend asks."""
+    for sm in ARCHITECTURES:
+        able = [recorded(k)[str(sm)]["shared"] for k in node.kernels if k.least_sm <= sm]
+        assert min(able) <= SHARED_UNASKED * 1024
 
 
 def test_kernels_have_names_of_their_own():

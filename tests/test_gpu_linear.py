@@ -13,6 +13,7 @@ from nemo_build.plugins.codecs import fp8, nvfp4
 from nemo_build.plugins.formats import activations
 from nemo_build.plugins.gpu.compile import compile_kernel
 from nemo_build.plugins.gpu.interpret import run
+from nemo_build.plugins.gpu.stored import as_words, stored_tensors
 
 from .op_models import normal
 
@@ -27,11 +28,13 @@ FORMATS = {  # weight_format, activation_format, input scale
     "nvfp4 with rounded inputs": ("nvfp4", "nvfp4", 4 / (6 * 448)),
     "nvfp4 with inputs beyond the scale": ("nvfp4", "nvfp4", 1 / (6 * 448)),
 }
-LAUNCHES = ("vector_1", "vector_4", "tile_16", "tile_128")
+SHAPES = [[(1, 2), (3, 1), (2, 3)], pytest.param([(2, 8), (8, 8)], marks=pytest.mark.slow)]
+"""Rows and steps of launches with one token among them."""
+LAUNCHES = ("vector_1", "vector_4", "tile_16", "tile_64", "tile_128")
 
 
 def stored(weight: np.ndarray, form: str, dtype: str) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """A weight as the reference takes it, and as kernels do."""
+    """A weight as the reference takes it, and its parts by name, of which kernels take bytes as words."""
     if form == "plain":
         return [weight.astype(dtype)], {"weight": weight.astype(dtype)}
     if form == "fp8":
@@ -44,6 +47,11 @@ def stored(weight: np.ndarray, form: str, dtype: str) -> tuple[list[np.ndarray],
     return [packed.codes, packed.e4m3_scales, scale], given
 
 
+def in_words(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Bytes as words; the other arrays as they are."""
+    return {n: as_words(a) if a.dtype == np.uint8 else a for n, a in parts.items()}
+
+
 class Linear:
     """A node with a random weight."""
 
@@ -51,7 +59,8 @@ class Linear:
         self.rng, self.columns, self.dtype = rng, columns, dtype
         form, rounded, scale = FORMATS[kind]
         self.attributes = {"weight_format": form, "activation_format": rounded}
-        self.parts, self.given = stored(normal(rng, rows, columns), form, dtype)
+        self.parts, given = stored(normal(rng, rows, columns), form, dtype)
+        self.given = in_words(given)
         self.input_scale = np.array([scale], np.float32)
         dims = {"rows": rows, "columns": columns, "lengths": int(lengths)}
         made = gpu.kernels("BlockLinear", self.attributes, dims)
@@ -93,10 +102,9 @@ class Linear:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_against_the_reference(launch, kind, dtype):
     rng = np.random.default_rng(0)
-    batch, steps = {"vector_1": (1, 1), "vector_4": (2, 2)}.get(launch, (3, 6))
+    batch, steps = (3, 2) if launch.startswith("vector") else (3, 6)
     linear = Linear(rng, 19, 1072 if launch == "vector_1" else 112, kind, dtype)
-    lengths = np.array([steps, max(steps - 1, 1), 0])[:batch]
-    linear.check(linear.tokens(batch, steps), lengths, launch)
+    linear.check(linear.tokens(batch, steps), np.array([steps, steps - 1, 0]), launch)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -126,21 +134,33 @@ def test_numbers_of_tokens(kind, tokens):
     linear = Linear(rng, int(rng.integers(1, 150)), 16 * int(rng.integers(1, 20)), kind)
     batch = next(b for b in (3, 2, 1) if tokens % b == 0)
     lengths = rng.integers(0, tokens // batch + 1, batch)
-    few = [f"vector_{n}" for n in (1, 4) if n >= tokens]
-    for launch in (*few, "tile_16", "tile_128"):
+    for launch in LAUNCHES:
         linear.check(linear.tokens(batch, tokens // batch), lengths, launch)
 
 
-@pytest.mark.parametrize("kind", ["plain", "fp8 with rounded inputs", "nvfp4 with rounded inputs"])
-@pytest.mark.parametrize("launch", ["vector_4", "tile_16"])
-def test_a_token_does_not_depend_on_the_others(kind, launch):
-    """To the bit; the others are NaN here, and some of them padding."""
-    linear = Linear(np.random.default_rng(3), 11, 80, kind)
-    x = linear.tokens(2, 2)
-    want = linear.run(x, np.array([2, 2]), launch)
-    x[0, 1], x[1] = np.nan, np.nan
-    for lengths in ([1, 0], [1, 2], [2, 0]):
-        np.testing.assert_array_equal(linear.run(x, np.array(lengths), launch)[0, 0], want[0, 0])
+ROUNDED = "fp8 with rounded inputs"
+ALONE = [(k, n) for k in ("plain", ROUNDED, "nvfp4", "nvfp4 with rounded inputs") for n in LAUNCHES[:3]]
+ALONE += [(ROUNDED, "codes_16")]
+ALONE_TOO = [("nvfp4", "tile_64"), ("nvfp4", "tile_128"), (ROUNDED, "codes_64"), (ROUNDED, "codes_128")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "launch"), [*ALONE, *(pytest.param(*how, marks=pytest.mark.slow) for how in ALONE_TOO)]
+)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_a_token_does_not_depend_on_the_others(shapes, kind, launch):
+    """To the bit: in a launch of 1 to 64 tokens, wherever it is; the others are NaN, and some of them padding."""
+    rng = np.random.default_rng(3)
+    linear = Linear(rng, 11, 80, kind)
+    x = linear.tokens(1, 1)
+    (want,) = linear.run(x, np.array([1]), launch).reshape(-1, 11)
+    for batch, steps in shapes:
+        row, step = int(rng.integers(batch)), int(rng.integers(steps))
+        many = np.full((batch, steps, 80), np.nan, np.float32)
+        many[row, step] = x[0, 0]
+        lengths = rng.integers(0, steps + 1, batch)
+        lengths[row] = rng.integers(step + 1, steps + 1)
+        np.testing.assert_array_equal(linear.run(many, lengths, launch)[row, step], want)
 
 
 def decoded(linear: Linear, launch: str) -> np.ndarray:
@@ -166,7 +186,7 @@ def test_every_nvfp4_code_under_every_scale(launch, scale_2):
     codes = np.tile(np.arange(0, 16, 2) + 16 * np.arange(1, 16, 2), (len(scales), 1)).astype(np.uint8)
     linear = Linear(np.random.default_rng(0), len(scales), 16, "nvfp4")
     scale = np.array([scale_2], np.float32)
-    linear.given = {"weight": codes, "weight_scale": scales, "weight_scale_2": scale}
+    linear.given = in_words({"weight": codes, "weight_scale": scales, "weight_scale_2": scale})
     np.testing.assert_array_equal(decoded(linear, launch), nvfp4.decode(codes, scales, scale[0]))
 
 
@@ -174,7 +194,7 @@ def test_every_nvfp4_code_under_every_scale(launch, scale_2):
 def test_every_fp8_code(launch):
     codes = np.array([c if c & 0x7F != 0x7F else 0 for c in range(256)], np.uint8).reshape(16, 16)
     linear = Linear(np.random.default_rng(0), 16, 16, "fp8")
-    linear.given = {"weight": codes, "weight_scale": np.array([0.37], np.float32)}
+    linear.given = {"weight": as_words(codes), "weight_scale": np.array([0.37], np.float32)}
     np.testing.assert_array_equal(decoded(linear, launch), fp8.decode(codes, 0.37))
 
 
@@ -191,7 +211,7 @@ def test_rounding_to_fp8():
         given = {"x": x * np.float32(scale), "lengths": np.array([1])}
         given["input_scale"] = np.array([scale], np.float32)
         held = np.clip(given["x"] / given["input_scale"], -448, 448).astype(ml_dtypes.float8_e4m3fn)
-        np.testing.assert_array_equal(run(linear.kernels["round"], given)["codes"], held.view(np.uint8))
+        np.testing.assert_array_equal(run(linear.kernels["round"], given)["codes"][0, 0], as_words(held))
 
 
 @pytest.mark.parametrize("scale", [4 / 2688, 0.01 / 2688, 1.0])
@@ -203,14 +223,17 @@ def test_rounding_to_nvfp4(scale):
     linear = Linear(rng, 1, 1040, "nvfp4 with rounded inputs")
     given = {"x": x, "lengths": np.array([3]), "input_scale": np.array([scale], np.float32)}
     got = run(linear.kernels["round"], given)
-    values = nvfp4.decode(got["codes"], got["scales"], given["input_scale"][0])
-    np.testing.assert_array_equal(values, activations.reference("nvfp4", x, given["input_scale"]))
+    codes, scales = (got[n].reshape(-1).view(np.uint8) for n in ("codes", "scales"))
+    codes, scales = codes.reshape(3, 520), scales[: 3 * 65].reshape(3, 65)
+    values = nvfp4.decode(codes, scales, given["input_scale"][0])
+    np.testing.assert_array_equal(values, activations.reference("nvfp4", x, given["input_scale"])[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_codes_of_fp8(dtype):
     linear = Linear(np.random.default_rng(5), 19, 176, "fp8 with rounded inputs", dtype)
-    linear.check(linear.tokens(2, 3), np.array([3, 1]), "codes_16")
+    for tokens in (16, 64, 128):
+        linear.check(linear.tokens(2, 3), np.array([3, 1]), f"codes_{tokens}")
 
 
 def test_codes_of_nvfp4_are_where_they_belong():
@@ -226,8 +249,11 @@ def test_codes_of_nvfp4_are_where_they_belong():
 
     codes, scales, weight = random_codes(19)
     x_codes, x_scales, x = random_codes(6)
-    given = {"weight": codes, "weight_scale": scales, "weight_scale_2": np.array([0.5], np.float32)}
-    given |= {"x": x_codes.reshape(2, 3, 88), "x_scale": x_scales.reshape(2, 3, 11)}
+    given = in_words({"weight": codes, "weight_scale": scales})
+    given["weight_scale_2"] = np.array([0.5], np.float32)
+    given["x"] = as_words(x_codes).reshape(2, 3, 22)
+    given["x_scale"] = np.zeros((2, 3, 3), np.int32)  # more words than there are bytes for
+    given["x_scale"].reshape(-1)[:17] = as_words(x_scales)
     given |= {"lengths": np.array([3, 1]), "input_scale": np.array([4], np.float32)}
     got = run(linear.kernels["codes_16"], given)["y"].reshape(6, 19)
     np.testing.assert_allclose(got[:4], (x @ weight.T * 2)[:4], rtol=1e-5, atol=1e-3)
@@ -235,13 +261,35 @@ def test_codes_of_nvfp4_are_where_they_belong():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [100, 120])
+@pytest.mark.parametrize("sm", [100, 103, 110, 120, 121])
 def test_codes_of_nvfp4_are_operands_of_tensor_cores(sm):
-    dims = {"rows": 3712, "columns": 2688, "lengths": 1}
-    made = gpu.kernels("BlockLinear", {"weight_format": "nvfp4", "activation_format": "nvfp4"}, dims)
-    for kernel in made:
-        if kernel.types["T"] == "bfloat16" and kernel.name.startswith("codes_"):
-            assert "kind::mxf4nvf4" in compile_kernel(kernel, sm).ptx
+    """Of both ops."""
+    kernels = [k for k in gpu.all_kernels() if k.types.get("X") == "nvfp4" and k.constexprs.get("CODES")]
+    assert [k.name.rpartition("codes_")[0] for k in kernels] == [*[""] * 3, *["up_", "down_"] * 2]
+    for kernel in kernels:
+        assert "kind::mxf4nvf4" in compile_kernel(kernel, sm).ptx
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_bytes_as_words(size):
+    """Every byte where it was, whatever the type and the order in memory; zeros behind."""
+    data = np.random.default_rng(size).integers(0, 256, (size, 3), np.uint8)
+    words = as_words(data)
+    assert (words.dtype, words.shape) == (np.int32, (-(-3 * size // 4),))
+    np.testing.assert_array_equal(words.view(np.uint8)[: 3 * size], data.reshape(-1))
+    assert not words.view(np.uint8)[3 * size :].any()
+    np.testing.assert_array_equal(as_words(data.view(ml_dtypes.float8_e4m3fn)), words)
+    np.testing.assert_array_equal(as_words(np.asfortranarray(data)), words)
+    numbers = np.arange(size, dtype=np.float32)
+    np.testing.assert_array_equal(as_words(numbers[::-1]).view(np.float32), numbers[::-1])
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_stored_tensors_have_the_words_of_the_codecs(form):
+    given = in_words(stored(np.ones((19, 48), np.float32), form, "float32")[1])
+    described = stored_tensors("weight", form, "float32", (19,), 48, 1)
+    assert {t.name: t.shape for t in described} == {n: a.shape for n, a in given.items()}
+    assert {t.name: t.dtype for t in described} == {n: a.dtype.name for n, a in given.items()}
 
 
 def test_what_no_kernel_does():

@@ -102,6 +102,15 @@ def test_chunks(dtype, ring, steps):
     scan.check(scan.random_step(3, steps), chunked=True)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_chunks_with_less_shared_memory(dtype):
+    scan = Scan(np.random.default_rng(1), (4, 16, 2, 21), dtype, ring=3, chunk=64)
+    small = {n.removesuffix("_small"): k for n, k in scan.kernels.items() if n.endswith("_small")}
+    assert list(small) == (["chunk_states"] if dtype == "float32" else ["chunk_states", "chunk_outputs"])
+    scan.kernels |= small
+    scan.check(scan.random_step(2, 90), chunked=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("chunked", [False, True])

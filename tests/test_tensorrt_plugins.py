@@ -23,7 +23,8 @@ from nemo_build.plugins import gpu
 from nemo_build.plugins.gpu import tensorrt
 from nemo_build.plugins.gpu.compile import PTX_VERSIONS, Binary, Hidden, _resources, compile_kernel
 from nemo_build.plugins.gpu.kernel import POINTERS, Kernel, resolve
-from nemo_build.plugins.gpu.tensorrt import Node, nodes, plain_ptx, register
+from nemo_build.plugins.gpu.node import Node, nodes
+from nemo_build.plugins.gpu.tensorrt import plain_ptx, register
 from nemo_build.plugins.registry import plugins_by_name
 
 from .tensorrt_stub import Build, DataType, vendor_package, vendor_plugins
@@ -39,7 +40,6 @@ TYPES = {
     "float32": DataType.FLOAT,
     "float16": DataType.HALF,
     "bfloat16": DataType.BF16,
-    "uint8": DataType.UINT8,
     "int32": DataType.INT32,
     "int64": DataType.INT64,
 }
@@ -144,15 +144,44 @@ def test_every_kernel_is_a_tactic_of_one_node():
         ("SelectiveScanStep_bfloat16", ["step"]),
         ("SelectiveScanKeep_bfloat16", ["keep"]),
         ("CausalConv1d_bfloat16", ["step", "prompt"]),
-        ("BlockLinearVector1_bfloat16_plain_4096x2688", ["vector_1"]),
-        ("BlockLinearTile_bfloat16_plain_4096x2688", ["tile_16", "tile_128"]),
-        ("BlockLinear_bfloat16_fp8_fp8_10304x2688", ["tile_16", "tile_128", "codes_16", "codes_128"]),
+        (
+            "BlockLinearMultiply_bfloat16_plain_4096x2688",
+            ["vector_1", "vector_4", "tile_16", "tile_64", "tile_128"],
+        ),
+        ("BlockLinearRound_bfloat16_fp8_fp8_10304x2688", ["round"]),
+        (
+            "BlockLinearMultiply_bfloat16_fp8_fp8_10304x2688",
+            [
+                *("vector_1", "vector_4", "tile_16", "tile_64", "tile_128"),
+                *("codes_16", "codes_64", "codes_128"),
+            ],
+        ),
         ("RoutedExpertsUp_bfloat16_nvfp4_128x1856x2688", ["up_16", "up_64"]),
+        (
+            "RoutedExpertsDown_bfloat16_nvfp4_nvfp4_128x1856x2688",
+            ["down_16", "down_64", "down_codes_16", "down_codes_64"],
+        ),
     ],
 )
 def test_variants_for_any_shape_share_a_node(name, tactics):
     (node,) = [n for n in NODES if n.name.rpartition("_")[0] == name]
     assert [k.name for k in node.kernels] == tactics
+
+
+def test_kernels_that_need_too_much_shared_memory_are_no_tactics(trt, monkeypatch):
+    (node,) = [n for n in NODES if n.name.startswith("BlockLinearMultiply_bfloat16_plain")]
+    needs = dict(zip((k.name for k in node.kernels), (0, 49153, 49152, 1 << 16, 49153), strict=True))
+    monkeypatch.setattr(tensorrt, "compile_kernel", lambda k, sm: SimpleNamespace(shared=needs[k.name]))
+    assert build(trt, node, 90).tactics == [1, 3]
+    needs |= dict.fromkeys(needs, 1 << 16)
+    with pytest.raises(UserError, match=r"every kernel of BlockLinearMultiply\w+ needs more than 48 KiB"):
+        build(trt, node, 90)
+
+
+def test_kernels_of_a_stage_have_the_same_tensors():
+    other = replace(KERNELS[0], name="other", inputs=KERNELS[0].inputs[1:])
+    with pytest.raises(ValueError, match="other tensors"):
+        nodes([KERNELS[0], other])
 
 
 def test_kernels_that_only_constants_tell_apart_are_not_variants():
@@ -233,10 +262,13 @@ def test_outputs_of_a_projection(trt, kind, launch):
     assert graph.add(launch, **rounded)["y"] == described(linear.want(x))
 
 
-@pytest.mark.parametrize("form", ["plain", "fp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("form", "rounded"),
+    [("plain", "none"), ("fp8", "none"), ("nvfp4", "none"), ("fp8", "fp8"), ("nvfp4", "nvfp4")],
+)
 @pytest.mark.parametrize("way", ["step", "16", "64"])
-def test_outputs_of_experts(trt, form, way):
-    experts = Experts(np.random.default_rng(0), 5, 48, 32, 2, form)
+def test_outputs_of_experts(trt, form, rounded, way):
+    experts = Experts(np.random.default_rng(0), 5, 48, 32, 2, form, rounded=rounded)
     given = experts.step(2, 3, [3, 1])
     inputs = [given[n] for n in ("x", "indices", "weights", "lengths")]
     want = plugins_by_name()["RoutedExperts"].reference(*inputs, *experts.inputs, **experts.attributes)
@@ -244,13 +276,21 @@ def test_outputs_of_experts(trt, form, way):
     weights = {f"{part}.{n}": a for part, tensors in stacked.items() for n, a in tensors.items()}
     up, down = ({n: f"{part}.{n}" for n in tensors} for part, tensors in stacked.items())
     graph = Graph(trt, experts.kernels, given | weights)
+
+    def rounds(part, x, names):
+        """The name of what a projection multiplies by; codes have that of the output they are."""
+        if rounded == "none":
+            return {"x": x, "hidden": x}
+        graph.add(f"round_{part}", x=x, **names)
+        return {"x": "codes", "hidden": "codes", "x_scale": "scales"}
+
     if way == "step":
-        graph.add("step_up", **up)
-        graph.add("step_down", **down)
+        graph.add("step_up", **rounds("up", "x", up), **up)
+        graph.add("step_down", **rounds("down", "hidden", down), **down)
     else:
         graph.add("route")
-        graph.add(f"up_{way}", **up)
-        graph.add(f"down_{way}", x="y", **down)
+        graph.add(f"up_{way}", **rounds("up", "x", up), **up)
+        graph.add(f"down_{way}", **rounds("down", "y", down), **down)
         graph.add("combine", outputs="y")
     assert graph.tensors["y"] == described(want)
 

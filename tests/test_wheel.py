@@ -43,8 +43,9 @@ def test_wheel_is_complete(tmp_path):
             (".cc", ".h")
         ):
             assert place in packed, name
-    libraries = ["nemo_build/plugins/codecs/_pack"]
+    libraries = ["nemo_build/plugins/codecs/_pack", "nemo_build/plugins/gpu/_launch"]
     if platform.machine() == "x86_64":
         libraries += [f"nemo_build/plugins/native/_{name}." for name in native.INSTRUCTION_SETS]
+        libraries.append("nemo_build/engines/tensorrt_rtx/_addresses")
     for library in libraries:
         assert any(name.startswith(library) for name in packed), library

@@ -29,6 +29,10 @@ compiled by the driver where a cubin is not accepted, and an older driver reads 
 SHARED_LIMITS = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """Shared memory that one program may have, in KiB (CUDA C++ Programming Guide, technical specifications)."""
 
+SHARED_UNASKED = 48
+"""As much of it, in KiB, a launch may have without the driver being asked for more (same source, section on shared
+memory of compute capabilities 7.x and later)."""
+
 _FORMAT = 1  # of the cache's files
 
 

@@ -75,15 +75,26 @@ def _run_here(
 
 @cache
 def _mend_interpreter() -> None:
-    """Let it multiply matrices of bfloat16, whose bits the interpreter of Triton 3.9 takes for integers."""
+    """Give it a dot product of any type, in one order.
+
+    The interpreter of Triton 3.9 takes the bits of bfloat16 for integers, and leaves the order to NumPy, in whose sums
+    it depends on where in a matrix a row is.
+    """
     import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
     from triton.runtime.interpreter import interpreter_builder as builder
 
     multiply = builder.create_dot
 
-    def create_dot(a: Any, b: Any, *rest: Any) -> Any:
-        wide = [builder.create_fp_ext(v, tl.float32) if v.dtype.scalar == tl.bfloat16 else v for v in (a, b)]
-        return multiply(*wide, *rest)
+    def create_dot(a: Any, b: Any, sums: Any, *rest: Any) -> Any:
+        left, right = (
+            builder.create_fp_ext(v, tl.float32) if v.dtype.scalar == tl.bfloat16 else v for v in (a, b)
+        )
+        for k in range(left.data.shape[-1]):
+            column, row = left.data[:, k : k + 1], right.data[k : k + 1]
+            parts = TensorHandle(column, left.dtype.scalar), TensorHandle(row, right.dtype.scalar)
+            sums = multiply(*parts, sums, *rest)
+        return sums
 
     builder.create_dot = create_dot
 

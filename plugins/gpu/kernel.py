@@ -17,9 +17,6 @@ POINTERS = {
     "float32": "*fp32",
     "float16": "*fp16",
     "bfloat16": "*bf16",
-    "float8_e4m3fn": "*fp8e4nv",
-    "uint8": "*u8",
-    "int8": "*i8",
     "int32": "*i32",
     "int64": "*i64",
 }
@@ -66,6 +63,8 @@ class Kernel:
     Attributes:
         op: The op type that it is of.
         name: Which of the op's kernels it is.
+        stage: Which of the op's launches it is a variant of; empty where the op is one launch. Variants have the same
+            tensors, and each is right for whatever sizes they have.
         types: Type variables and what they stand for in this variant, for example ``{"T": "bfloat16"}``.
         function: The function, decorated with ``triton.jit``.
         inputs: What it reads, in the order of its parameters.
@@ -76,7 +75,7 @@ class Kernel:
             symbolic sizes pass through it as well.
         num_warps: Warps of a program.
         num_stages: How many iterations of a loop with dot products are in flight.
-        per_token: Whether it runs for every decoded token; such a kernel keeps everything in registers.
+        per_token: Whether it may run for every decoded token; such a kernel keeps everything in registers.
         least_sm: The first architecture (compute capability times ten) that has the instructions it is made of.
         least_ptx: The first version of PTX (times ten) that has them.
     """
@@ -92,6 +91,7 @@ class Kernel:
     grid: Callable[[Mapping[str, Any]], tuple[Any, Any, Any]]
     num_warps: int = 4
     num_stages: int = 2
+    stage: str = field(default="", kw_only=True)
     per_token: bool = field(default=False, kw_only=True)
     least_sm: int = field(default=80, kw_only=True)
     least_ptx: int = field(default=80, kw_only=True)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding to 8-bit and 4-bit floats in GPU kernels, to nearest and ties to even, on every architecture."""
+"""Rounding to 8-bit and 4-bit floats in GPU kernels, to nearest and ties to even, on every architecture.
+
+Activations are rounded by the rules of ``plugins/formats/activations.py``.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from nemo_build.plugins.gpu.stored import BLOCK, as_bytes, e4m3_of_bytes
 
 
 @triton.jit
@@ -27,3 +32,42 @@ def to_e2m1(value):
     code += (size >= 1.75).to(tl.uint8) + (size > 2.5).to(tl.uint8) + (size >= 3.5).to(tl.uint8)
     code += (size > 5.0).to(tl.uint8)
     return code | ((value < 0).to(tl.uint8) << 3)
+
+
+@triton.jit
+def round_fp8(x, source, codes, target, column, inside, unit, K: tl.constexpr):
+    """Some columns ``[N]`` of one token to E4M3, ``e4m3(x / unit)``.
+
+    Args:
+        x: Numbers ``[..., K]``.
+        source: The token's row in them, int64 ``[1]``.
+        codes: Words of codes ``[..., K]``.
+        target: Its row in these, int64 ``[1]``.
+        column: Which columns.
+        inside: Whether there is such a column of the token, bool ``[N]``.
+        unit: The scale.
+        K: Width.
+    """
+    value = tl.load(x + source * K + column, inside, 0.0).to(tl.float32)
+    ratio = tl.clamp(tl.div_rn(value, unit), -448.0, 448.0)
+    tl.store(as_bytes(codes) + target * K + column, to_e4m3(ratio), inside)
+
+
+@triton.jit
+def round_nvfp4(x, source, codes, scales, target, block, inside, unit, K: tl.constexpr):
+    """Some blocks ``[N]`` of one token to E2M1 with E4M3 block scales, below the one static scale ``unit``.
+
+    Args as in :func:`round_fp8`; ``scales`` are words of block scales ``[..., K / 16]``.
+    """
+    BLOCKS: tl.constexpr = block.shape[0]
+    column = (source * (K // BLOCK) + block)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    value = tl.load(x + column, inside[:, None], 0.0).to(tl.float32)
+    wanted = tl.div_rn(tl.max(tl.abs(value), 1), unit * 6.0)
+    scale = to_e4m3(tl.clamp(wanted, 1.0 / 512, 448.0))  # never zero
+    step = e4m3_of_bytes(scale).to(tl.float32) * 256.0 * unit
+    code = to_e2m1(tl.div_rn(value, tl.broadcast_to(step[:, None], (BLOCKS, BLOCK))))
+    low, high = tl.split(tl.reshape(code, (BLOCKS, BLOCK // 2, 2)))
+    at = target * (K // BLOCK) + block
+    byte = at[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(as_bytes(codes) + byte, low | (high << 4), inside[:, None])
+    tl.store(as_bytes(scales) + at, scale, inside)

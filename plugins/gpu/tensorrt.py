@@ -1,45 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT plugins made of kernel descriptions: quick-deployable ones, compiled ahead of time.
 
-A node is one launch. Its shapes, types, variants (*tactics*, of which TensorRT times each) and launch parameters all
-follow from :class:`~nemo_build.plugins.gpu.kernel.Kernel`, so a kernel that an op gains is a plugin without anything
-being added here. An engine holds the kernels' code and needs neither Python nor Triton when it runs.
+A plugin is a :class:`~nemo_build.plugins.gpu.node.Node`, one launch. Its shapes, types, variants (*tactics*, of which
+TensorRT times each) and launch parameters all follow from :class:`~nemo_build.plugins.gpu.kernel.Kernel`, so a kernel
+that an op gains is a plugin without anything being added here. An engine holds the kernels' code and needs neither
+Python nor Triton when it runs.
 
 Code is handed over as PTX, which is what TensorRT documents; in it, Triton's hidden parameters are struck out
 (:func:`plain_ptx`). All its operations on floats name their rounding, so whoever assembles it cannot fuse them and
 results are those of Triton's own machine code; registers may be allocated otherwise than ``docs/kernels.md`` says. The
 vendor's package is imported when :func:`register` is called, not before.
 
-What only a GPU can show, and is not known: whether TensorRT lets a kernel have more than 48 KiB of shared memory, which
-has to be asked for, and whether it takes tensors of bytes (``UINT8``) within a network. Outputs that share an input's
-buffer also need the builder's preview feature for aliased inputs and outputs of plugins.
+More than 48 KiB of shared memory have to be asked for, and nothing says whether TensorRT does; kernels that need more
+are not among the tactics. Outputs that share an input's buffer need the builder's preview feature for aliased inputs
+and outputs of plugins.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from functools import cached_property
-from itertools import takewhile
 from types import GenericAlias
 from typing import Any
 
 from nemo_build.errors import UserError
-from nemo_build.plugins.gpu.compile import PTX_VERSIONS, Binary, compile_kernel
-from nemo_build.plugins.gpu.kernel import Kernel, Tensor, resolve
+from nemo_build.plugins.gpu.compile import SHARED_UNASKED, Binary, compile_kernel
+from nemo_build.plugins.gpu.kernel import Kernel, resolve
+from nemo_build.plugins.gpu.node import Node
 from nemo_build.plugins.schema import DOMAIN
 
 TYPES = {
     "float32": "FP32",
     "float16": "FP16",
     "bfloat16": "BF16",
-    "float8_e4m3fn": "FP8",
-    "uint8": "UINT8",
-    "int8": "INT8",
     "int32": "INT32",
     "int64": "INT64",
 }
@@ -50,84 +45,6 @@ ATTRIBUTE = "sm"
 
 _TAKEN = {ATTRIBUTE, "outputs", "stream", "tactic"}  # parameter names with a meaning of their own
 _WARP = 32
-_PROBES = (7, 1009)  # two numbers of anything between which a grid that depends on it changes
-
-
-@dataclass(frozen=True)
-class Node:
-    """A plugin: kernels that read and write the same tensors; the first has tactic 1."""
-
-    kernels: tuple[Kernel, ...]
-
-    @cached_property
-    def name(self) -> str:
-        """Op and launch, for example ``SelectiveScanStep_bfloat16_0a1b2c3d``.
-
-        The digest covers everything that code depends on but the architecture. Widths are compiled in, so nodes of
-        different widths are different plugins; and what TensorRT keeps under a plugin's name, such as timings, is
-        never that of a kernel which has since changed.
-        """
-        first = self.kernels[0]
-        together = zip(*(k.name.split("_") for k in self.kernels), strict=False)
-        common = takewhile(lambda words: len(set(words)) == 1, together)
-        launch = "".join(words[0].capitalize() for words in common)
-        digest = hashlib.sha256(repr([_facts(k) for k in self.kernels]).encode()).hexdigest()[:8]
-        types = re.sub(r"\W", "_", "_".join(first.types.values()))
-        return f"{first.op}{launch}_{types}_{digest}"
-
-    @property
-    def id(self) -> str:
-        """The name with its namespace, as plugins are registered."""
-        return f"{DOMAIN}::{self.name}"
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What every tactic reads."""
-        return self.kernels[0].inputs
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """What every tactic writes."""
-        return self.kernels[0].outputs
-
-    def tactics(self, sm: int) -> list[int]:
-        """Numbers of the kernels that an architecture has the instructions for.
-
-        Raises:
-            UserError: There is none, or kernels are not compiled for the architecture.
-        """
-        found = [i for i, kernel in enumerate(self.kernels, 1) if kernel.least_sm <= sm]
-        if sm not in PTX_VERSIONS or not found:
-            known = ", ".join(map(str, PTX_VERSIONS))
-            raise UserError(f"{self.id} has no kernel for sm_{sm}.", hint=f"Kernels exist for {known}.")
-        return found
-
-
-def nodes(kernels: Iterable[Kernel]) -> list[Node]:
-    """The plugins that kernels make, in their order.
-
-    Variants of one launch become tactics of one node: kernels with the same inputs and outputs whose grids grow with
-    the same sizes. A kernel whose grid is always the same is a node of its own: it may be for a few tokens only, and a
-    tactic has to be right for whatever shapes an engine is built for. Which of such nodes a graph has is up to it.
-
-    Args:
-        kernels: Those of one node of a model, or of nodes that differ in what their labels say. Others, for example of
-            two scans that clamp differently, are made into plugins by calls of their own.
-
-    Raises:
-        ValueError: Two kernels have the same label.
-    """
-    groups: dict[Any, list[Kernel]] = {}
-    labels: set[str] = set()
-    for kernel in kernels:
-        if kernel.label in labels:
-            raise ValueError(f"There are two kernels {kernel.label}.")
-        labels.add(kernel.label)
-        growing = _growing(kernel)
-        alone = () if growing else (kernel.name,)
-        tensors = (kernel.inputs, kernel.sizes, kernel.outputs)
-        groups.setdefault((kernel.op, *kernel.types.items(), tensors, growing, alone), []).append(kernel)
-    return [Node(tuple(group)) for group in groups.values()]
 
 
 def register(made: Iterable[Node]) -> None:
@@ -150,6 +67,27 @@ def register(made: Iterable[Node]) -> None:
             _Functions(plugin, node).register()
 
 
+def plugin_id(node: Node) -> str:
+    """A node's name with its namespace, as plugins are registered."""
+    return f"{DOMAIN}::{node.name}"
+
+
+def launchable(node: Node, sm: int) -> list[int]:
+    """Tactics that an architecture has the instructions for, and that need no shared memory to be asked for.
+
+    Raises:
+        UserError: The architecture has none, or kernels are not compiled for it.
+    """
+    limit = SHARED_UNASKED * 1024
+    found = [t for t in node.tactics(sm) if compile_kernel(node.kernels[t - 1], sm).shared <= limit]
+    if not found:
+        raise UserError(
+            f"On sm_{sm} every kernel of {node.name} needs more than {SHARED_UNASKED} KiB of shared memory.",
+            hint="Choose another backend for this GPU.",
+        )
+    return found
+
+
 class _Functions:
     """What TensorRT calls of a node. It checks signatures, which are therefore made to measure."""
 
@@ -168,7 +106,7 @@ class _Functions:
 
         def autotune(*given: Any) -> Any:
             types = ",".join(TYPES[t.dtype] for t in (*node.inputs, *node.outputs))
-            return [plugin.AutoTuneCombination(types, "LINEAR", node.tactics(given[count]))]
+            return [plugin.AutoTuneCombination(types, "LINEAR", launchable(node, given[count]))]
 
         def implement(*given: Any) -> Any:
             *_, sm, _, tactic = given
@@ -179,9 +117,9 @@ class _Functions:
         self._sign(describe, {**described, ATTRIBUTE: int}, returned)
         self._sign(autotune, {**described, ATTRIBUTE: int, "outputs": None}, tactics)
         self._sign(implement, {**described, ATTRIBUTE: int, "outputs": None, "tactic": int}, code)
-        plugin.register(node.id)(describe)
-        plugin.autotune(node.id)(autotune)
-        plugin.aot_impl(node.id)(implement)
+        plugin.register(plugin_id(node))(describe)
+        plugin.autotune(plugin_id(node))(autotune)
+        plugin.aot_impl(plugin_id(node))(implement)
 
     @staticmethod
     def _sign(function: Any, annotations: Mapping[str, Any], returned: Any) -> None:
@@ -228,7 +166,9 @@ class _Functions:
                 wrong = any(isinstance(d, int) and n not in (d, None) for d, n in pairs)
             if wrong:
                 takes = f"{tensor.dtype} {list(tensor.shape)}"
-                raise ValueError(f"{self._node.id}: `{tensor.name}` is {desc.dtype} {known} for {takes}.")
+                raise ValueError(
+                    f"{plugin_id(self._node)}: `{tensor.name}` is {desc.dtype} {known} for {takes}."
+                )
             for dim, expression in zip(tensor.shape, dims, strict=True):
                 if isinstance(dim, str):
                     sizes.setdefault(dim, _Size(expression))
@@ -271,25 +211,6 @@ def _data_type(dtype: str) -> Any:
     """TensorRT's constant for an element type."""
     constants = importlib.import_module("tensorrt").DataType
     return getattr(constants, {"float32": "FLOAT", "float16": "HALF"}.get(dtype, TYPES[dtype]))
-
-
-def _growing(kernel: Kernel) -> tuple[str, ...]:
-    """The sizes that a grid depends on."""
-    few, many = _PROBES
-    names = {d for t in kernel.inputs for d in t.shape if isinstance(d, str)}
-    base = dict.fromkeys(names, few)
-    return tuple(sorted(n for n in names if kernel.grid({**base, n: many}) != kernel.grid(base)))
-
-
-def _facts(kernel: Kernel) -> tuple[Any, ...]:
-    """All that the code and the launch of a kernel depend on, but the architecture."""
-    few, many = _PROBES
-    names = {d for t in kernel.inputs for d in t.shape if isinstance(d, str)}
-    grids = [kernel.grid(dict.fromkeys(names, n)) for n in (few, many)]
-    tensors = [astuple(t) for t in (*kernel.inputs, *kernel.outputs)]
-    constants = sorted(kernel.constexprs.items())
-    options = (kernel.num_warps, kernel.num_stages, kernel.least_ptx)
-    return kernel.name, kernel.function.cache_key, kernel.sizes, tensors, constants, options, grids
 
 
 def plain_ptx(kernel: Kernel, binary: Binary) -> str:

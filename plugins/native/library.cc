@@ -161,6 +161,13 @@ Tensor Context::state_output(size_t i, const Tensor& like) const {
   return out;
 }
 
+void* Context::stream() const {
+  void* stream = nullptr;
+  check(api_, api_.call<abi::Status*>(abi::kKernelContextGetGpuComputeStream,
+                                static_cast<const abi::KernelContext*>(context_), &stream));
+  return stream;
+}
+
 void Context::run_parallel(void (*work)(void*, size_t), size_t tasks, void* user) const {
   // As many batches as tasks: threads take them one by one, so a disturbed one does not hold up the others.
   check(api_, api_.call<abi::Status*>(abi::kKernelContextParallelFor, static_cast<const abi::KernelContext*>(context_),

@@ -100,6 +100,8 @@ class Context {
   Tensor output(size_t i, const int64_t* dims, size_t rank) const;
   // An output of the shape of `like` that starts as a copy of it; free if the caller bound both to one buffer.
   Tensor state_output(size_t i, const Tensor& like) const;
+  // The stream of the session's GPU that the op's work goes to; null on the CPU.
+  void* stream() const;
 
   // Runs work(0) .. work(tasks - 1) in any order: on the session's threads, and waits for them; or here, if the cost of all
   // tasks together, in multiplications or the like, is less than that of waiting.
@@ -139,8 +141,9 @@ extern abi::Api runtime;
 
 template <class Kernel>
 struct Registration {
-  explicit Registration(Signature signature) {
-    Entry* entry = make_entry(std::move(signature));
+  Entry* entry;
+
+  explicit Registration(Signature signature) : entry(make_entry(std::move(signature))) {
     entry->op.create_kernel_v2 = [](const abi::CustomOp*, const void* const* table, const abi::KernelInfo* info,
                                     void** kernel) -> abi::Status* {
       const abi::Api api{table};

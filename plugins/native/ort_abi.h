@@ -42,6 +42,7 @@ enum Function : int {
   kKernelContextGetOutput = 91,
   kReleaseStatus = 93,
   kReleaseTensorTypeAndShapeInfo = 99,
+  kKernelContextGetGpuComputeStream = 193,
   kKernelInfoGetConstantInput = 249,
   kKernelContextParallelFor = 274,
 };
@@ -68,6 +69,7 @@ enum ElementType : int {
   kFloat = 1,
   kUint8 = 2,
   kInt8 = 3,
+  kInt32 = 6,
   kInt64 = 7,
   kFloat16 = 10,
   kBFloat16 = 16,

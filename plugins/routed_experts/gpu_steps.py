@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RoutedExperts`` for few tokens on a GPU: vectors times the rows of the chosen experts, choice by choice.
 
-Each token is computed by itself, in one order of operations, so it does not depend on the others.
+Each token is computed by itself, in one order of operations, so to the bit it does not depend on the others.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def step_up(
     weight,
     weight_scale,
     weight_scale_2,
+    input_scale,
+    x_scale,
     batch,
     steps,
     hidden,
@@ -28,12 +30,16 @@ def step_up(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     FORMAT: tl.constexpr,
+    X_FORMAT: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``relu(up x)^2``: ``BLOCK_N`` values of one pair of token and choice."""
+    """``relu(up x)^2``: ``BLOCK_N`` values of one pair of token and choice.
+
+    Numbers ``x`` have a row for each token, codes one for each pair.
+    """
     pair = tl.program_id(0)
     token = pair // TOP_K + tl.arange(0, 1)  # a block of one
     active = is_token(token, lengths, batch, steps)
@@ -43,10 +49,25 @@ def step_up(
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = row < ROWS
     at = expert * ROWS + row
+    source = (token if X_FORMAT == "plain" else pair + tl.arange(0, 1)).to(tl.int64)
     sums = _product(
-        x, token.to(tl.int64), active, weight, weight_scale, at, there, K, FORMAT, GROUP, BLOCK_N, BLOCK_K
+        x,
+        x_scale,
+        source,
+        active,
+        weight,
+        weight_scale,
+        at,
+        there,
+        K,
+        FORMAT,
+        X_FORMAT,
+        GROUP,
+        BLOCK_N,
+        BLOCK_K,
     )
-    value = tl.maximum(sums * expert_factor(weight_scale, weight_scale_2, expert, FACTOR, FORMAT), 0.0)
+    factor = expert_factor(weight_scale, weight_scale_2, input_scale, expert, FACTOR, FORMAT)
+    value = tl.maximum(sums * factor, 0.0)
     tl.store(hidden + pair.to(tl.int64) * ROWS + row, (value * value).to(hidden.dtype.element_ty), there)
 
 
@@ -59,6 +80,8 @@ def step_down(
     weight,
     weight_scale,
     weight_scale_2,
+    input_scale,
+    x_scale,
     batch,
     steps,
     y,
@@ -66,6 +89,7 @@ def step_down(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     FORMAT: tl.constexpr,
+    X_FORMAT: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -85,9 +109,22 @@ def step_down(
         source = (pair + tl.arange(0, 1)).to(tl.int64)
         at = expert * ROWS + row
         sums = _product(
-            hidden, source, active, weight, weight_scale, at, there, K, FORMAT, GROUP, BLOCK_N, BLOCK_K
+            hidden,
+            x_scale,
+            source,
+            active,
+            weight,
+            weight_scale,
+            at,
+            there,
+            K,
+            FORMAT,
+            X_FORMAT,
+            GROUP,
+            BLOCK_N,
+            BLOCK_K,
         )
-        factor = expert_factor(weight_scale, weight_scale_2, expert, FACTOR, FORMAT)
+        factor = expert_factor(weight_scale, weight_scale_2, input_scale, expert, FACTOR, FORMAT)
         total += tl.load(weights + pair).to(tl.float32) * (sums * factor)
     tl.store(y + token.to(tl.int64) * ROWS + row, total.to(y.dtype.element_ty), there)
 
@@ -95,6 +132,7 @@ def step_down(
 @triton.jit
 def _product(
     x,
+    x_scale,
     token,
     active,
     weight,
@@ -103,6 +141,7 @@ def _product(
     there,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
+    X_FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -114,17 +153,21 @@ def _product(
         scales = None
         if FORMAT == "nvfp4":
             scales = load_group_scales(weight_scale, row, there, k, K, BLOCK_K, GROUP)
-        vector = load_vector(x, None, token, active, k, K, BLOCK_K, "plain", GROUP)
+        vector = load_vector(x, x_scale, token, active, k, K, BLOCK_K, X_FORMAT, GROUP)
         sums = add_products(sums, values, scales, vector)
     return tl.sum(sums, 1)
 
 
 @triton.jit
-def expert_factor(weight_scale, weight_scale_2, expert, FACTOR: tl.constexpr, FORMAT: tl.constexpr):
-    """What an expert's sums are multiplied by: its scale, and the power of two that decoding left out."""
+def expert_factor(
+    weight_scale, weight_scale_2, input_scale, expert, FACTOR: tl.constexpr, FORMAT: tl.constexpr
+):
+    """What an expert's sums are multiplied by: its scales, and the power of two that decoding left out."""
     factor = tl.full((), FACTOR, tl.float32)
     if FORMAT == "fp8":
         factor *= tl.load(weight_scale + expert)
     if FORMAT == "nvfp4":
         factor *= tl.load(weight_scale_2 + expert)
+    if input_scale is not None:
+        factor *= tl.load(input_scale + expert)
     return factor

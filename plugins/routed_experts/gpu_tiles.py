@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nemo_build.plugins.gpu.stored import load_tile
+from nemo_build.plugins.gpu.products import code_products, tile_products
 from nemo_build.plugins.gpu.tokens import is_token
 from nemo_build.plugins.routed_experts.gpu_steps import expert_factor
 
@@ -67,6 +67,8 @@ def tile(
     weight,
     weight_scale,
     weight_scale_2,
+    input_scale,
+    x_scale,
     y,
     ROWS: tl.constexpr,
     K: tl.constexpr,
@@ -74,17 +76,19 @@ def tile(
     TOP_K: tl.constexpr,
     UP: tl.constexpr,
     FORMAT: tl.constexpr,
+    X_FORMAT: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUP: tl.constexpr,
+    CODES: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``BLOCK_N`` outputs of ``BLOCK_PAIRS`` sorted pairs of one expert.
+    """``BLOCK_N`` outputs of ``BLOCK_PAIRS`` sorted pairs of one expert; ``relu(.)^2`` of them if ``UP``.
 
-    Up, inputs are gathered from the tokens, and ``relu(.)^2`` is written in sorted order; down, inputs are in sorted
-    order, and outputs go to their pairs. There are as many programs as tiles at worst; those left over do nothing.
+    Inputs are gathered: up, numbers from the tokens, else from the pairs. Outputs go to the pairs. There are as many
+    programs as tiles at worst; those left over do nothing.
     """
     expert, first, stop = _tile_of(tl.program_id(1), offsets, EXPERTS, BLOCK_EXPERTS, BLOCK_PAIRS)
     if expert == EXPERTS:
@@ -92,22 +96,22 @@ def tile(
     place = first + tl.arange(0, BLOCK_PAIRS)
     active = place < stop
     pair = tl.load(order + place, active, 0)
-    source = (pair // TOP_K if UP else place).to(tl.int64)
-    target = (place if UP else pair).to(tl.int64)
+    source = (pair // TOP_K if UP and X_FORMAT == "plain" else pair).to(tl.int64)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = row < ROWS
     at = expert.to(tl.int64) * ROWS + row
-    sums = tl.zeros((BLOCK_N, BLOCK_PAIRS), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        left = load_tile(weight, weight_scale, at, there, k, K, BLOCK_K, FORMAT, GROUP)
-        right = load_tile(x, None, source, active, k, K, BLOCK_K, "plain", GROUP)
-        sums = tl.dot(left.to(tl.float32).to(right.dtype), tl.trans(right), sums, input_precision="ieee")
-    sums *= expert_factor(weight_scale, weight_scale_2, expert, FACTOR, FORMAT)
+    if CODES:
+        sums = code_products(weight, weight_scale, at, there, x, x_scale, source, active, K, FORMAT, BLOCK_K)
+    else:
+        sums = tile_products(
+            weight, weight_scale, at, there, x, x_scale, source, active, K, FORMAT, X_FORMAT, GROUP, BLOCK_K
+        )
+    sums *= expert_factor(weight_scale, weight_scale_2, input_scale, expert, FACTOR, FORMAT)
     if UP:
         sums = tl.maximum(sums, 0.0)
         sums *= sums
     mask = there[:, None] & active[None, :]
-    tl.store(y + target[None, :] * ROWS + row[:, None], sums.to(y.dtype.element_ty), mask)
+    tl.store(y + pair.to(tl.int64)[None, :] * ROWS + row[:, None], sums.to(y.dtype.element_ty), mask)
 
 
 @triton.jit

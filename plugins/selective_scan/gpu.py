@@ -202,6 +202,7 @@ class _Node:
         return Kernel(
             op="SelectiveScan",
             name=name,
+            stage=how.pop("stage", name),
             types={"T": self.dtype},
             function=function,
             inputs=tuple(self.tensors[n] for n in names),
@@ -244,8 +245,14 @@ class _Node:
         )
 
     def chunks(self) -> list[Kernel]:
-        """The launches over chunks, in order."""
-        return [self._chunk_decays(), self._chunk_states(), self._pass_states(), self._chunk_outputs()]
+        """The launches over chunks, in order, and variants with fewer tokens at a time, which need less memory."""
+        states, outputs = self._chunk_states(""), self._chunk_outputs("")
+        small = [self._chunk_states("_small"), self._chunk_outputs("_small")]
+        launches = [self._chunk_decays(), states, self._pass_states(), outputs]
+        pairs = zip(small, (states, outputs), strict=True)
+        return launches + [
+            k for k, usual in pairs if k.constexprs["BLOCK_TIME"] < usual.constexprs["BLOCK_TIME"]
+        ]
 
     def _chunk_decays(self) -> Kernel:
         heads, chunk = self.heads, self.chunk
@@ -262,16 +269,17 @@ class _Node:
         shape = ("batch", Ceil("steps", chunk), heads, chunk)  # where the number of chunks comes from
         return replace(kernel, outputs=tuple(replace(t, shape=shape) for t in kernel.outputs))
 
-    def _chunk_states(self) -> Kernel:
+    def _chunk_states(self, variant: str) -> Kernel:
         heads, columns = self.heads, min(power_of_two(self.width, 16), 128)
         parts = ceil_div(self.width, columns)
         return self._kernel(
-            "chunk_states",
+            f"chunk_states{variant}",
             gpu_chunks.chunk_states,
             "x b d decays lengths",
             "states",
             "steps chunks",
-            constexprs=self._dots(columns, 32),
+            stage="chunk_states",
+            constexprs=self._dots(columns, 32, variant),
             grid=lambda sizes: (heads * sizes["batch"], sizes["chunks"], parts),
         )
 
@@ -288,25 +296,27 @@ class _Node:
             grid=lambda sizes: (heads * sizes["batch"], ceil_div(elements, block), 1),
         )
 
-    def _chunk_outputs(self) -> Kernel:
-        heads, constexprs = self.heads, self._dots(power_of_two(self.width, 16), 16)
+    def _chunk_outputs(self, variant: str) -> Kernel:
+        heads, constexprs = self.heads, self._dots(power_of_two(self.width, 16), 16, variant)
         parts = self.chunk // constexprs["BLOCK_TIME"]
         return self._kernel(
-            "chunk_outputs",
+            f"chunk_outputs{variant}",
             gpu_chunks.chunk_outputs,
             "x b c d_skip d decays entering lengths",
             "y",
             "steps chunks",
+            stage="chunk_outputs",
             constexprs=constexprs,
             grid=lambda sizes: (heads * sizes["batch"], sizes["chunks"], parts),
         )
 
-    def _dots(self, columns: int, tokens_float32: int) -> dict[str, Any]:
+    def _dots(self, columns: int, tokens_float32: int, variant: str) -> dict[str, Any]:
         """Constants of a launch with dot products, whose blocks have 16 rows and columns at least.
 
         Float32 takes three products for each, and fewer tokens at a time so that registers suffice.
         """
-        tokens = min(self.chunk, tokens_float32 if self.dtype == "float32" else 64)
+        tokens = tokens_float32 if self.dtype == "float32" else 64
+        tokens = min(self.chunk, max(tokens // 2, 16) if variant else tokens)
         blocks = {"BLOCK_P": power_of_two(self.head_dim, 16), "BLOCK_N": columns, "BLOCK_TIME": tokens}
         return {**self.widths, "CHUNK": self.chunk, "PRECISION": self.precision, **blocks}
 
