@@ -193,12 +193,12 @@ def copied_weights(
     }
 
 
-def place(weights: Iterable[Weight]) -> list[PlacedWeight]:
-    """Give every weight an aligned place in the file, in the order given."""
+def place(weights: Iterable[Weight], alignment: int = ALIGNMENT) -> list[PlacedWeight]:
+    """Give every weight a place in the file at a multiple of `alignment` bytes, in the order given."""
     placed = []
     offset = 0
     for weight in weights:
-        offset = -(-offset // ALIGNMENT) * ALIGNMENT
+        offset = -(-offset // alignment) * alignment
         placed.append(PlacedWeight(weight, offset))
         offset += weight.nbytes
     return placed

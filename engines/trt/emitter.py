@@ -19,9 +19,14 @@ TO_END = np.iinfo(np.int64).max
 
 
 class Emitter:
-    """Collects nodes and constants; names are unique and depend on nothing but the order of calls."""
+    """Collects nodes and constants; names are unique and depend on nothing but the order of calls.
 
-    def __init__(self) -> None:
+    Args:
+        prefix: What names of constants begin with.
+    """
+
+    def __init__(self, prefix: str = "rtx_constant") -> None:
+        self._prefix = prefix
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.scope = ""
@@ -53,7 +58,7 @@ class Emitter:
         """A small constant; equal ones are one."""
         key = (str(array.dtype), array.shape, array.tobytes())
         if key not in self._known:
-            self._known[key] = f"rtx_constant_{len(self._known)}"
+            self._known[key] = f"{self._prefix}_{len(self._known)}"
             self.constants.append(onnx.numpy_helper.from_array(array, self._known[key]))
         return self._known[key]
 

@@ -9,9 +9,8 @@ Custom ops become what their module makes of them, by default the standard ops o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import ModuleType
 
 import onnx
 
@@ -22,6 +21,9 @@ from nemo_build.engines.trt.phases import PREFILL, Phase
 from nemo_build.engines.weights import CopiedWeight, Weight
 from nemo_build.plugins.schema import DOMAIN
 from nemo_build.state import StateSpec
+
+Lower = Callable[[Context, onnx.NodeProto], None]
+"""Emits what takes the place of a custom op's node."""
 
 OVERFLOW = "expert_overflow"
 """Output of a prefill graph with experts, int64 ``[1]``: how many tokens too many an expert was given, at worst."""
@@ -38,7 +40,7 @@ def lower(
     phase: Phase,
     table: WeightTable,
     compute: int = BFLOAT16,
-    ops: Mapping[str, ModuleType] | None = None,
+    ops: Mapping[str, Lower] | None = None,
 ) -> onnx.ModelProto:
     """One phase's graph of a portable graph, which stays as it is.
 
@@ -47,7 +49,7 @@ def lower(
         phase: Which graph, and its sizes.
         table: Gets the weights that the graph needs. External data of the result are still to be pointed at.
         compute: ONNX type that projections and attention multiply in, bfloat16 or float32.
-        ops: Modules of custom ops by name; those of :mod:`~nemo_build.engines.trt.ops` unless given.
+        ops: Lowerings of custom ops by name; those of :mod:`~nemo_build.engines.trt.ops` unless given.
 
     Raises:
         UserError: An op is used in a way that the backend has no formulation of.
@@ -56,9 +58,11 @@ def lower(
     inputs = [_with_state(i, {s.name: s for s in states}) for i in model.graph.input if i.name != "slots"]
     shapes = {i.name: _shape(i) for i in inputs}
     shapes |= {t.name: tuple(t.dims) for t in model.graph.initializer}
-    c = Context(Emitter(), phase, table, shapes, compute)
+    used = {n for node in model.graph.node for n in node.input} | {o.name for o in model.graph.output}
+    c = Context(Emitter(), phase, table, shapes, used, compute)
+    ops = {name: module.lower for name, module in op_modules().items()} if ops is None else ops
     for node in model.graph.node:
-        _lower_node(c, node, op_modules() if ops is None else ops)
+        _lower_node(c, node, ops)
     outputs = [_with_state(o, {s.output: s for s in states}) for o in model.graph.output]
     if phase.name == PREFILL and c.overflows:
         worst = c.g.op("Concat", *c.overflows, axis=0)
@@ -84,12 +88,12 @@ def lowered_states(model: onnx.ModelProto, phase: Phase, compute: int = BFLOAT16
     ]
 
 
-def _lower_node(c: Context, node: onnx.NodeProto, ops: Mapping[str, ModuleType]) -> None:
+def _lower_node(c: Context, node: onnx.NodeProto, ops: Mapping[str, Lower]) -> None:
     if node.domain == DOMAIN:
         if node.op_type not in ops:
             raise refuse(node, "the op is not known to it")
         c.g.scope = node.name
-        ops[node.op_type].lower(c, node)
+        ops[node.op_type](c, node)
         return
     kept = onnx.NodeProto()
     kept.CopyFrom(node)

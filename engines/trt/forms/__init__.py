@@ -47,8 +47,9 @@ ONNX_TYPES = {
     "F8_E4M3": onnx.TensorProto.FLOAT8E4M3FN,
     "F4_E2M1": onnx.TensorProto.FLOAT4E2M1,
     "I4": onnx.TensorProto.INT4,
+    "I32": onnx.TensorProto.INT32,
 }
-"""ONNX types of an engine's weights by name; values of the last two are packed two a byte, the lower half first."""
+"""ONNX types of an engine's weights by name; values of F4_E2M1 and I4 are packed two a byte, the lower half first."""
 
 COMPUTE_NAMES = {BFLOAT16: "BF16", FLOAT: "F32"}
 """Names of the types that projections multiply in."""

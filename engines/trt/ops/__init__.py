@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
@@ -42,6 +42,7 @@ class Context:
         phase: Which of the graphs this is, with its sizes.
         weights: The engine's weights.
         shapes: Declared shape of each graph input and initializer; dimensions that vary are strings.
+        used: Values of the portable graph that something reads.
         compute: ONNX type that projections and attention multiply in, bfloat16 or float32.
         overflows: Values of one int64 each, what a layer's experts were given beyond their capacity.
     """
@@ -50,6 +51,7 @@ class Context:
     phase: Phase
     weights: WeightTable
     shapes: Mapping[str, tuple[int | str, ...]]
+    used: Container[str]
     compute: int = BFLOAT16
     overflows: list[str] = field(default_factory=list)
     _memo: dict[str, str] = field(default_factory=dict)
@@ -82,14 +84,23 @@ class Context:
             self._memo["is_active"] = self.g.op("Greater", lengths, self.g.integer(0))
         return self._memo["is_active"]
 
+    def positions(self, past: str, like: str) -> str:
+        """The tokens' positions ``[B, L]``, padding's too; `like` is any value ``[B, L, ...]``."""
+        if "positions" not in self._memo:
+            self._memo["positions"] = self.g.op("Add", self.g.unsqueeze(past, 1), self._time(like))
+        return self._memo["positions"]
+
     def is_valid(self, lengths: str, like: str) -> str:
         """Which tokens are no padding ``[B, L, 1]``; `like` is any value ``[B, L, ...]``."""
         if "is_valid" not in self._memo:
-            steps = self.g.op("Squeeze", self.g.op("Shape", like, start=1, end=2), self.g.ints(0))
-            time = self.g.op("Range", self.g.integer(0), steps, self.g.integer(1))
-            valid = self.g.op("Less", time, self.g.unsqueeze(lengths, 1))
+            valid = self.g.op("Less", self._time(like), self.g.unsqueeze(lengths, 1))
             self._memo["is_valid"] = self.g.unsqueeze(valid, 2)
         return self._memo["is_valid"]
+
+    def _time(self, like: str) -> str:
+        """0 to L - 1."""
+        steps = self.g.op("Squeeze", self.g.op("Shape", like, start=1, end=2), self.g.ints(0))
+        return self.g.op("Range", self.g.integer(0), steps, self.g.integer(1))
 
     def next_ring(self, new: str, old: str, lengths: str) -> str:
         """The pending tokens after the step ``[B, K, F]``: `new` ``[B, L, F]`` of rows that leave theirs pending."""
