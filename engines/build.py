@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +67,9 @@ class BuildOptions:
             bfloat16 for a checkpoint in bfloat16, else float32. Sums are float32 always.
         phases: Of a backend with several graphs for a step, which ones, with commas between them.
         gpus: Of a backend that compiles, ``target`` for the target's GPU, ``all`` for all it knows.
+        timing_cache: Of TensorRT, a file with timings of kernels; ``None``: one in the build cache.
+        optimization_level: Of TensorRT, how hard it tries, 0 to 5; ``None``: as it does by itself.
+        backend: One of the target's backends; ``None``: the first that builds.
     """
 
     max_sequences: int = 8
@@ -76,6 +79,9 @@ class BuildOptions:
     activations: str = "auto"
     phases: str = "decode,prefill"
     gpus: str = "target"
+    timing_cache: str | None = None
+    optimization_level: int | None = None
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,19 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Written:
-    """What a maker wrote, for the manifest: graphs, digests of the files with weights, and the weights in them."""
+    """What a maker wrote, for the manifest.
+
+    Attributes:
+        graphs: What it says of each graph.
+        weight_files: Digests of the files with weights.
+        tensors: The weights in them.
+        files: Digests of other files; they are compared when the engine is opened.
+    """
 
     graphs: dict[str, dict[str, Any]]
     weight_files: dict[str, str]
     tensors: dict[str, dict[str, Any]]
+    files: dict[str, str] = field(default_factory=dict)
 
 
 class Maker(Protocol):
@@ -175,7 +189,7 @@ def build_engine(
         UserError: Unknown or unavailable target, or `out` exists.
     """
     options = options or BuildOptions()
-    rule = require_backend(target)
+    rule = require_backend(target, options.backend)
     require_output(out, force=force, source=bundle)
     manifest = read_manifest(bundle, MODEL_BUNDLE)
     check_files(bundle, manifest["files"] | {g["file"]: g["sha256"] for g in manifest["graphs"].values()})
@@ -235,7 +249,7 @@ def _write_engine(
     """Write all files of an engine into an empty directory."""
     manifest = inputs.manifest
     written = maker.write(directory, out, provenance["inputs"]["shards_sha256"], progress)
-    files = copy_files(inputs.bundle, directory, manifest["files"])
+    files = written.files | copy_files(inputs.bundle, directory, manifest["files"])
     content = {
         **provenance,
         "spec": manifest["spec"],
@@ -301,9 +315,23 @@ def _compiling(inputs: Inputs, target: Target, options: BuildOptions) -> Maker:
     return Compiling(inputs, target, options)
 
 
+def _tensorrt(inputs: Inputs, target: Target, options: BuildOptions) -> Maker:
+    from nemo_build.engines.tensorrt.build import Compiling
+
+    return Compiling(inputs, target, options)
+
+
+def _launching(inputs: Inputs, target: Target, options: BuildOptions) -> Maker:
+    from nemo_build.engines.ort_cuda.build import Launching
+
+    return Launching(inputs, target, options)
+
+
 _MAKERS: Mapping[str, Callable[[Inputs, Target, BuildOptions], Maker]] = {
     "onnxruntime": _Packing,
     "tensorrt-rtx": _compiling,
+    "tensorrt": _tensorrt,
+    "onnxruntime-cuda": _launching,
 }
 """What makes engines, by the backend's name."""
 
@@ -318,6 +346,15 @@ def size_settings(manifest: Mapping[str, Any], options: BuildOptions) -> tuple[d
     if not 1 <= context <= limit:
         problems.append(f"--max-context is {context}; the model allows 1 to {limit}")
     return {"max_sequences": options.max_sequences, "max_context": context}, problems
+
+
+def tensorrt_problems(options: BuildOptions) -> list[str]:
+    """What is asked for that only TensorRT has, for the other backends to refuse."""
+    asked = {
+        "--timing-cache": options.timing_cache,
+        "--optimization-level": options.optimization_level,
+    }
+    return [f"{name} is for TensorRT" for name, value in asked.items() if value is not None]
 
 
 def _settings(
@@ -347,6 +384,7 @@ def _settings(
         )
     if (options.phases, options.gpus) != (BuildOptions.phases, BuildOptions.gpus):
         problems.append("--phases and --gpus are for targets whose engines are compiled; cpu has one graph")
+    problems += tensorrt_problems(options)
     if problems:
         raise UserError("The engine cannot be built as asked:", problems)
     return {**sizes, "weights": weights, "activations": activations}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 import shutil
 import subprocess
@@ -14,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import nemo_build
+from nemo_build.engines import tensorrt, tensorrt_rtx
 from nemo_build.engines.plan import host_memory
+from nemo_build.engines.tensorrt.gpu import find_driver
+from nemo_build.engines.trt import Library
 from nemo_build.errors import UserError
 from nemo_build.plugins import native as kernels
 from nemo_build.plugins.codecs import native
@@ -100,8 +102,8 @@ def diagnose() -> Diagnosis:
         backends=(
             _try_onnxruntime("CPUExecutionProvider", "onnxruntime (cpu)"),
             _try_onnxruntime("CUDAExecutionProvider", "onnxruntime (cuda)"),
-            _installed("tensorrt"),
-            _tensorrt_rtx(),
+            _tensorrt(),
+            _compiler(tensorrt_rtx.LIBRARY, "builds engines on this machine"),
         ),
     )
 
@@ -194,26 +196,34 @@ def _try_onnxruntime(provider: str, name: str) -> Backend:
     return Backend(name, True, f"onnxruntime {ort.__version__} ran a test graph")
 
 
-def _tensorrt_rtx() -> Backend:
-    """Whether engines can be built: the right version is there, and its library loads."""
-    from nemo_build.engines.tensorrt_rtx import LIBRARY
-
-    name = "tensorrt_rtx (build)"
+def _compiler(library: Library, what: str) -> Backend:
+    """Whether a compiler can be used: the right version is there, and its library loads."""
+    name = f"{library.name} (build)"
     try:
-        LIBRARY.require()
+        version = library.require()
     except UserError as error:
         return Backend(name, False, error.headline)
     # In a process of its own: a library that does not belong to this machine may end the process.
-    command = [sys.executable, "-c", "import tensorrt_rtx; print(tensorrt_rtx.__version__)"]
+    command = [sys.executable, "-c", f"import {library.module}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return Backend(name, False, f"it does not load: {last}")
-    return Backend(name, True, f"{LIBRARY.version} builds engines on this machine; nothing runs them yet")
+    return Backend(name, True, f"{version} {what}")
 
 
-def _installed(module: str) -> Backend:
-    """A backend that no engine is made for yet, so only its presence is told."""
-    there = importlib.util.find_spec(module) is not None
-    detail = "installed, but this version builds no engine for it" if there else "not installed"
-    return Backend(module, False, detail)
+def _tensorrt() -> Backend:
+    """TensorRT also needs a GPU, and builds for those of its kind."""
+    found = _compiler(tensorrt.LIBRARY, "")
+    if not found.works:
+        return found
+    try:
+        gpus = find_driver().gpus
+    except UserError as error:
+        return Backend(found.name, False, error.headline)
+    if not gpus:
+        return Backend(
+            found.name, False, "it builds on the GPU that an engine is for, and there is none here"
+        )
+    sms = ", ".join(f"SM {sm}" for sm in sorted({gpu.sm for gpu in gpus}))
+    return Backend(found.name, True, f"{found.detail}builds engines for {sms}")

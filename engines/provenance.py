@@ -8,6 +8,7 @@ and the command that makes it again, rather than run to see what happens.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -71,8 +72,9 @@ def mismatches(manifest: Mapping[str, Any]) -> list[str]:
 
 def rebuild_command(directory: Path, manifest: Mapping[str, Any]) -> str:
     """The command that makes an engine again from its bundle, wherever that is."""
-    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in manifest["options"].items())
-    return f"nemo-build build BUNDLE -o {directory} --force --target {manifest['target']} {options}"
+    made = {"target": manifest["target"], "backend": manifest["backend"]["name"], **manifest["options"]}
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in made.items())
+    return f"nemo-build build BUNDLE -o {directory} --force {options}"
 
 
 def gpu_capabilities() -> list[int]:
@@ -145,11 +147,16 @@ def check_compiled(backend: Mapping[str, Any], version: str | None) -> list[str]
     found = []
     if version != backend["version"]:
         found.append(f"{backend['name']}: made for {backend['version']}, here is {version or 'none'}")
+    return [*found, *_gpu_mismatches(backend)]
+
+
+def _gpu_mismatches(backend: Mapping[str, Any]) -> list[str]:
+    """Whether the GPUs here are others than an engine is for; that there is none at all is for the backend to tell."""
     here, made = gpu_capabilities(), backend["sms"]
-    if here and not set(here) & set(made):  # that there is none at all is for the backend to tell
-        sms = [", ".join(f"SM {sm}" for sm in side) for side in (made, here)]
-        found.append(f"GPU: made for {sms[0]}, here is {sms[1]}")
-    return found
+    if not here or set(here) & set(made):
+        return []
+    sms = [", ".join(f"SM {sm}" for sm in side) for side in (made, here)]
+    return [f"GPU: made for {sms[0]}, here is {sms[1]}"]
 
 
 def _tensorrt_rtx(backend: Mapping[str, Any]) -> list[str]:
@@ -159,8 +166,32 @@ def _tensorrt_rtx(backend: Mapping[str, Any]) -> list[str]:
     return check_compiled(backend, LIBRARY.installed_version())
 
 
+def _tensorrt(backend: Mapping[str, Any]) -> list[str]:
+    """Plans are for one exact version of the library, and hold the kernels that they were built with.
+
+    Kernels are compared where Triton is installed, whose compiler gives their digests; plans run without it.
+    """
+    from nemo_build.engines.tensorrt import LIBRARY
+
+    found = check_compiled(backend, LIBRARY.installed_version())
+    if importlib.util.find_spec("triton") is not None:
+        from nemo_build.engines.tensorrt.kernels import changed_kernels
+
+        changed = changed_kernels(backend["kernels"])
+        if changed:
+            found.append(f"GPU kernels: made with others than this version has of {', '.join(changed)}")
+    return found
+
+
+def _onnxruntime_cuda(backend: Mapping[str, Any]) -> list[str]:
+    """Standard ops are ONNX Runtime's, and kernels are machine code for one GPU."""
+    return [*_onnxruntime(backend), *_gpu_mismatches(backend)]
+
+
 BACKEND_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "onnxruntime": _onnxruntime,
     "tensorrt-rtx": _tensorrt_rtx,
+    "tensorrt": _tensorrt,
+    "onnxruntime-cuda": _onnxruntime_cuda,
 }
 """What differs between a manifest's ``backend`` and what is here, by the backend's name."""

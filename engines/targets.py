@@ -216,8 +216,10 @@ BACKEND_RULES: tuple[BackendRule, ...] = (
     # Its builder holds all weights of a plan while it writes them out. Plans share nothing, and there is one for
     # decoding and one for prompts; states are written to other buffers than they are read from.
     BackendRule("tensorrt-rtx", RTX_SMS, "", 2 << 30, 1.2, True, 2, 2),
-    BackendRule("tensorrt", None, "planned: nothing builds engines with the plugins yet", 4 << 30, 2.0),
-    BackendRule("onnxruntime-cuda", None, "planned: the ops have no CUDA kernels yet", 1 << 30, 0.0),
+    # Its plans hold code alone; weights are in a file that plans share, and are not read to build them.
+    BackendRule("tensorrt", None, "", 4 << 30, 0.0),
+    # Kernels are compiled one at a time, by a process of Triton's; weights are written piece by piece.
+    BackendRule("onnxruntime-cuda", None, "", 2 << 30, 0.0),
 )
 """All backends, the preferred ones first."""
 
@@ -239,14 +241,22 @@ def find_target(name: str) -> Target:
     return TARGETS[name]
 
 
-def require_backend(name: str) -> BackendRule:
+def require_backend(name: str, backend: str | None = None) -> BackendRule:
     """The backend that builds engines for the target of this name.
 
+    Args:
+        name: The target.
+        backend: One of its backends by name; ``None``: the first that builds.
+
     Raises:
-        UserError: There is no such target, or this version builds nothing for it; says why for each backend.
+        UserError: There is no such target, it has no such backend, or this version builds nothing for it; says why for
+            each backend.
     """
     target = find_target(name)
-    builder = builder_of(target)
+    rules = {rule.name: rule for rule in backends_of(target)}
+    if backend is not None and backend not in rules:
+        raise UserError(f"There is no backend {backend!r} for {name} ({target.product}).", list(rules))
+    builder = builder_of(target) if backend is None or rules[backend].refusal else rules[backend]
     if builder is not None:
         return builder
     buildable = [t.name for t in TARGETS.values() if builder_of(t)]

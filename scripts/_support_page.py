@@ -10,7 +10,6 @@ from nemo_build.engines.targets import (
     Target,
     activation_formats,
     backends_of,
-    builder_of,
     headroom,
     speculators,
     weight_formats,
@@ -38,6 +37,19 @@ EVIDENCE = {
         "the graphs as they are lowered for it, in ONNX Runtime on a CPU, against the portable graphs",
         "no",
     ),
+    "tensorrt": Evidence(
+        "no: TensorRT was not at hand. Networks were built around stand-ins for the kernels by TensorRT-RTX, whose "
+        "Python interface is the same",
+        "the graphs, which are those of onnxruntime-cuda; kernels as plugins, driven through the vendor's package",
+        "no",
+    ),
+    "onnxruntime-cuda": Evidence(
+        "yes, on a machine without a GPU; ONNX Runtime's CUDA provider takes the graphs, on CUDA libraries that do "
+        "nothing",
+        "the engine's graphs in ONNX Runtime on a CPU with the kernels in Triton's interpreter, against the portable "
+        "graphs",
+        "no",
+    ),
 }
 NOTHING = Evidence("no", "no", "no")
 
@@ -60,14 +72,20 @@ def _evidence() -> str:
     rows = ["| backend | targets | built | simulated | run |", "|---|---|---|---|---|"]
     served: dict[str, list[str]] = {}
     for target in TARGETS.values():
-        builder = builder_of(target)
-        served.setdefault(builder.name if builder else "", []).append(f"`{target.name}`")
+        names = [rule.name for rule in backends_of(target) if not rule.refusal] or [""]
+        for name in names:
+            served.setdefault(name, []).append(f"`{target.name}`")
     for name, targets in served.items():
         e = EVIDENCE[name] if name else NOTHING
         rows.append(f"| {name or 'none yet'} | {', '.join(targets)} | {e.built} | {e.simulated} | {e.run} |")
+    rows.append(
+        "\nOf a target with several, the first in this table builds, or the one that `--backend` names.\n"
+    )
     refusals = {rule.name: rule.refusal for t in TARGETS.values() for rule in backends_of(t) if rule.refusal}
-    lines = [f"- {name}: {refusal}." for name, refusal in sorted(refusals.items())]
-    return "\n".join(["## Backends\n", *rows, "", "Not in this version:\n", *lines, ""])
+    if refusals:
+        rows.append("Not in this version:\n")
+        rows += [f"- {name}: {refusal}." for name, refusal in sorted(refusals.items())] + [""]
+    return "\n".join(["## Backends\n", *rows])
 
 
 def _table() -> str:

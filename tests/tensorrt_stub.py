@@ -96,7 +96,7 @@ class Registry:
         return self.creators[name, namespace]
 
 
-def _native() -> ModuleType:
+def native_module() -> ModuleType:
     """The module ``tensorrt``, so far as the package reads it."""
     module, registry = ModuleType("tensorrt"), Registry()
     module.__path__ = []  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ def vendor_plugins(location: Path) -> Iterator[ModuleType]:
     before = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "tensorrt"}
     for name in before:
         del sys.modules[name]
-    sys.modules["tensorrt"] = native = _native()
+    sys.modules["tensorrt"] = native = native_module()
     try:
         spec = importlib.util.spec_from_file_location(
             "tensorrt.plugin", location / "__init__.py", submodule_search_locations=[str(location)]
@@ -181,7 +181,18 @@ class Build:
     ) -> None:
         """``inputs`` are types and shapes; a dimension that has a name is only known later."""
         create = getattr(trt.plugin.op.nemo, name)(*(trt.ITensor() for _ in inputs), **attributes)
-        _, _, self.plugin = create(trt.QuickPluginCreationRequest.STRICT_AOT)
+        _, _, plugin = create(trt.QuickPluginCreationRequest.STRICT_AOT)
+        self._describe(plugin, inputs)
+
+    @classmethod
+    def of(cls, plugin: Any, inputs: Sequence[tuple[Any, Sequence[int | str]]]) -> Build:
+        """A node whose plugin is there already."""
+        made = cls.__new__(cls)
+        made._describe(plugin, inputs)
+        return made
+
+    def _describe(self, plugin: Any, inputs: Sequence[tuple[Any, Sequence[int | str]]]) -> None:
+        self.plugin = plugin
         self.types = self.plugin.get_output_data_types([t for t, _ in inputs], [len(s) for _, s in inputs])
         self._dims = [Dims([Dimension(d) for d in shape]) for _, shape in inputs]
         self.shapes = self.plugin.get_output_shapes(self._dims, [], Builder())

@@ -192,10 +192,9 @@ def test_wrong_sizes_are_all_named(tiny_bundle, tmp_path):
     assert len(caught.value.problems) == 2
 
 
-@pytest.mark.parametrize("target", ["h100", "abacus"])
-def test_target_that_cannot_be_built(tiny_bundle, tmp_path, target):
-    with pytest.raises(UserError, match=target):
-        build_engine(tiny_bundle, tmp_path / "engine", target)
+def test_target_that_cannot_be_built(tiny_bundle, tmp_path):
+    with pytest.raises(UserError, match="abacus"):
+        build_engine(tiny_bundle, tmp_path / "engine", "abacus")
 
 
 def test_changed_inputs_are_refused(own_bundle, tmp_path):

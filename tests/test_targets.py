@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from nemo_build.cli import cli
+from nemo_build.engines import targets
 from nemo_build.engines.options import ACTIVATIONS, CONVERSIONS
 from nemo_build.engines.targets import (
     BACKEND_RULES,
@@ -52,11 +54,13 @@ def test_every_target_has_backends_and_says_why_not():
     assert on_rtx == {"a100", "l40s", "rtx-30", "rtx-40", "rtx-50", "rtx-pro-6000", "dgx-spark"}
 
 
-def test_a_backend_is_found_or_refused_with_reasons():
+def test_a_backend_is_found_or_refused_with_reasons(monkeypatch):
     assert require_backend("cpu").name == "onnxruntime"
     with pytest.raises(UserError, match="abacus") as caught:
         require_backend("abacus")
     assert len(caught.value.problems) == len(TARGETS)
+    rules = tuple(replace(r, refusal="not yet" if r.sms is None else "") for r in BACKEND_RULES)
+    monkeypatch.setattr(targets, "BACKEND_RULES", rules)
     with pytest.raises(UserError, match="h100") as caught:
         require_backend("h100")
     assert [p.split(":")[0] for p in caught.value.problems] == ["tensorrt", "onnxruntime-cuda"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from contextlib import suppress
 from dataclasses import dataclass
 
 from nemo_build.errors import UserError
@@ -20,6 +21,9 @@ class Library:
         distribution: The package that brings the module.
         version: The version that the backend is written for; others are refused.
         extra: The extra of this project that installs it.
+        alternatives: Other distributions that bring the same module.
+        exact: Whether other patch releases are refused too. Where they are not, an engine is still for the one that
+            built it.
     """
 
     name: str
@@ -28,16 +32,27 @@ class Library:
     distribution: str
     version: str
     extra: str
+    alternatives: tuple[str, ...] = ()
+    exact: bool = True
 
     def installed_version(self) -> str | None:
-        """The version of the distribution that is installed; None if there is none."""
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        """The version of the distribution that is installed, or of an alternative; None if there is none."""
+        for name in (self.distribution, *self.alternatives):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(name)
+        return None
 
-    def require(self) -> None:
-        """Raise UserError if the distribution is missing, or is of another version than the backend is written for."""
+    def accepts(self, version: str) -> bool:
+        """Whether the backend is written for a version."""
+        parts = 2 if not self.exact else None
+        return version.split(".")[:parts] == self.version.split(".")[:parts]
+
+    def require(self) -> str:
+        """The version that is installed.
+
+        Raises:
+            UserError: The distribution is missing, or is of another version than the backend is written for.
+        """
         found = self.installed_version()
         hint = (
             f"Install it: pip install 'nemo-build[{self.extra}]', "
@@ -47,9 +62,10 @@ class Library:
             raise UserError(
                 f"{self.title} engines need a package that is not installed: {self.distribution}.", hint=hint
             )
-        if found != self.version:
+        if not self.accepts(found):
+            known = self.version if self.exact else ".".join(self.version.split(".")[:2])
             raise UserError(
-                f"{self.distribution} {found} is installed; "
-                f"this version of nemo-build knows {self.version} only.",
+                f"{self.name} {found} is installed; this version of nemo-build knows {known} only.",
                 hint=hint,
             )
+        return found

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +34,9 @@ class Job:
         log: Where the library's messages go; the file stays if the build fails.
         sms: GPUs, compute capability times ten.
         profile: Smallest, usual and largest shape of each input that varies.
+        network: What makes the network and builds it, ``module:class`` of a :class:`~.network.Network`.
+        options: Further arguments of that class, as JSON has them.
+        environment: Variables that the process gets besides this one's.
     """
 
     library: Library
@@ -42,6 +45,9 @@ class Job:
     log: Path
     sms: tuple[int, ...]
     profile: Mapping[str, Sequence[Sequence[int]]]
+    network: str = f"{__package__}.network:Network"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def told(self, out: int) -> dict[str, Any]:
         """What the process is told: nothing that depends on where files are. `out` is an open file."""
@@ -53,14 +59,22 @@ class Job:
             "out": out,
             "sms": list(self.sms),
             "profile": profile,
+            "network": self.network,
+            "options": dict(self.options),
         }
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a build took: peak memory of its process in bytes, memory-mapped weights included."""
+    """What a build took, and what came of it.
+
+    Attributes:
+        peak: Peak memory of its process in bytes, memory-mapped weights included.
+        facts: What the library says of the plan, where it can read it on this machine.
+    """
 
     peak: int
+    facts: Mapping[str, Any]
 
 
 def profile_of(model_inputs: Mapping[str, Sequence[int | str]], phase: Phase) -> dict[str, list[list[int]]]:
@@ -91,8 +105,8 @@ def build_plan(job: Job, progress: Progress | None = None) -> Built:
         UserError: The compiler refuses the graph, or its process ends by a signal. The log stays.
     """
     partial = job.out.with_suffix(".partial")
-    with open(partial, "wb") as out, open(job.log, "ab") as log:
-        process = _start(job.model.parent, out.fileno(), log)
+    with open(partial, "w+b") as out, open(job.log, "ab") as log:
+        process = _start(job, out.fileno(), log)
         told = job.told(out.fileno())
     try:
         last = _follow(process, told, progress)
@@ -109,10 +123,10 @@ def build_plan(job: Job, progress: Progress | None = None) -> Built:
                 with suppress(OSError):
                     stream.close()
     job.log.unlink()
-    return Built(int(last["peak"]))
+    return Built(int(last["peak"]), last["facts"])
 
 
-def _start(folder: Path, out: int, log: BinaryIO) -> subprocess.Popen[bytes]:
+def _start(job: Job, out: int, log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start the process in the model's folder; its messages, and what the library prints as it crashes, are the log.
 
     Where the library has a choice of order it follows addresses. So that they are the same each time, the process is
@@ -123,9 +137,9 @@ def _start(folder: Path, out: int, log: BinaryIO) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
-        cwd=folder,
+        cwd=job.model.parent,
         pass_fds=[out],
-        env={**os.environ, "PYTHONHASHSEED": "0"},
+        env={**os.environ, "PYTHONHASHSEED": "0", **job.environment},
     )
 
 

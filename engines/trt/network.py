@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from nemo_build.engines.trt.ops.cached_attention import KEY_LENGTHS
@@ -17,12 +18,9 @@ from nemo_build.errors import UserError
 Report = Callable[..., None]
 """``report(event, **what)``: tells the parent process."""
 
-_NOISE = ("cudaError", "CUDA error 35", "CUDA initialization failure")
-"""What the library logs as errors where there is no GPU, and which means nothing here."""
-
 
 class Network:
-    """A parsed network with what must stay alive beside it.
+    """A parsed network of TensorRT-RTX with what must stay alive beside it; TensorRT's is derived from it.
 
     Args:
         module: The library's Python module.
@@ -31,20 +29,51 @@ class Network:
         log: Where the library's messages go.
 
     Raises:
-        UserError: The parser refuses the graph; every node it names is listed.
+        UserError: The library cannot be loaded, or its parser refuses the graph; every node it names is listed.
     """
 
+    NOISE: tuple[str, ...] = ("cudaError", "CUDA error 35", "CUDA initialization failure")
+    """What the library logs as errors where there is no GPU, and which means nothing here."""
+
     def __init__(self, module: str, title: str, model: str, log: TextIO) -> None:
-        trt = importlib.import_module(module)
-        self.trt, self._title, self._name = trt, title, model.removesuffix(".onnx")
-        self.logger = _make_logger(trt, log)
-        self.builder = trt.Builder(self.logger)
-        self.network = self.builder.create_network(0)
-        parser = trt.OnnxParser(self.network, self.logger)
-        if not parser.parse_from_file(model):
-            problems = [_describe(parser.get_error(i)) for i in range(parser.num_errors)]
-            raise UserError(f"{title} cannot read {self._name}:", problems or self.logger.errors)
+        self._title, self._name = title, model.removesuffix(".onnx")
+        try:
+            self.trt = trt = importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"{title} cannot be loaded: {error}.") from error
+        self.logger = _make_logger(trt, log, self.NOISE)
+        try:
+            self.builder = trt.Builder(self.logger)
+        except TypeError as error:  # what the bindings make of a library that gives none
+            raise UserError(f"{title} cannot start:", self.logger.errors or [str(error)]) from error
+        self.network = self.builder.create_network(self._flags())
+        self._read(Path(model))
         self._align_attention()
+
+    def _flags(self) -> int:
+        """Bits that the network is created with. Types are always those that the graph declares."""
+        return 0
+
+    def _read(self, model: Path) -> None:
+        """Fill the network."""
+        parser = self.trt.OnnxParser(self.network, self.logger)
+        self._require_parsed(parser, parser.parse_from_file(str(model)))
+
+    def _require_parsed(self, parser: Any, is_parsed: bool) -> None:
+        if not is_parsed:
+            problems = [_describe(parser.get_error(i)) for i in range(parser.num_errors)]
+            raise UserError(f"{self._title} cannot read {self._name}:", problems or self.logger.errors)
+
+    def _configure(self, config: Any, sms: Sequence[int]) -> None:
+        """Say what the plan is for."""
+        # Without a list the library claims every GPU it knows, also those that lack a type which the network uses.
+        config.num_compute_capabilities = len(sms)
+        for i, sm in enumerate(sms):
+            config.set_compute_capability(getattr(self.trt.ComputeCapability, f"SM{sm}"), i)
+
+    def _examine(self, config: Any, plan: BinaryIO) -> dict[str, Any]:
+        """What the library says of the plan that it has just built."""
+        return {}
 
     def build(
         self,
@@ -52,11 +81,11 @@ class Network:
         sms: Sequence[int],
         profile: Mapping[str, Sequence[Sequence[int]]],
         report: Report,
-    ) -> None:
-        """Write the plan. Of a fresh process it is the same again, but for the order of some entries.
+    ) -> dict[str, Any]:
+        """Write the plan, and return facts about it.
 
         Args:
-            out: The plan's file, open for writing.
+            out: The plan's file, open for writing and reading.
             sms: GPUs, compute capability times ten.
             profile: Smallest, usual and largest shape of each input that varies.
             report: Told of ``phase`` (name) and ``bytes`` (written since the last time).
@@ -66,24 +95,21 @@ class Network:
         """
         trt = self.trt
         config = self.builder.create_builder_config()
-        # Without a list the library claims every GPU it knows, also those that lack a type which the network uses.
-        config.num_compute_capabilities = len(sms)
-        for i, sm in enumerate(sms):
-            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
+        self._configure(config, sms)
         shapes = self.builder.create_optimization_profile()
         for name, (smallest, usual, largest) in profile.items():
             shapes.set_shape(name, tuple(smallest), tuple(usual), tuple(largest))
         config.add_optimization_profile(shapes)
         monitor = _make_monitor(trt, report)
         config.progress_monitor = monitor
-        with os.fdopen(out, "wb", buffering=0) as file:
+        with os.fdopen(out, "w+b", buffering=0) as file:
             writer = _make_writer(trt, file, report)
-            done = self.builder.build_serialized_network_to_stream(self.network, config, writer)
-        if not done:
-            raise UserError(f"{self._title} cannot compile {self._name}:", self.logger.errors[:5])
+            if not self.builder.build_serialized_network_to_stream(self.network, config, writer):
+                raise UserError(f"{self._title} cannot compile {self._name}:", self.logger.errors[:5])
+            return self._examine(config, file)
 
     def _align_attention(self) -> None:
-        """Give every attention its number of keys, a causal mask that ends with them, and the cache itself as keys.
+        """Give every attention its number of keys and the cache itself as keys, and causal ones a mask that ends there.
 
         The parser takes the input with that number and drops it, without a word. Of the scale it multiplies the root
         with the keys, even if it is one, which makes a product of the whole cache.
@@ -104,7 +130,8 @@ class Network:
         lengths = network.add_cast(made[KEY_LENGTHS].get_output(0), trt.int32).get_output(0)
         for item in attention:
             item.key_value_lengths = lengths
-            item.causal_kind = trt.CausalMaskKind.LOWER_RIGHT
+            if item.causal_kind != trt.CausalMaskKind.NONE:
+                item.causal_kind = trt.CausalMaskKind.LOWER_RIGHT
             product = made[item.get_input(1).name]
             if product.type == trt.LayerType.ELEMENTWISE:
                 item.set_input(1, product.get_input(0))
@@ -116,7 +143,7 @@ def _describe(error: Any) -> str:
     return f"{error.node_operator() or 'graph'} at {where}: {error.desc().strip()}"
 
 
-def _make_logger(trt: Any, file: TextIO) -> Any:
+def _make_logger(trt: Any, file: TextIO, noise: Sequence[str]) -> Any:
     """A logger that writes to a file and remembers errors. (An error recorder of Python's ends the process.)"""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -128,7 +155,7 @@ def _make_logger(trt: Any, file: TextIO) -> Any:
             name = str(severity).rsplit(".", 1)[-1]
             if name != "VERBOSE":
                 print(f"{name}: {message}", file=file, flush=True)
-            if "ERROR" in name and not any(noise in message for noise in _NOISE):
+            if "ERROR" in name and not any(words in message for words in noise):
                 self.errors.append(message.strip())
 
     return Logger()

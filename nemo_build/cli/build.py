@@ -39,6 +39,11 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     metavar="NAME[,NAME…]",
     help="The device to build for (nemo-build targets); of several, each engine goes to OUT/NAME.",
 )
+@click.option(
+    "--backend",
+    metavar="NAME",
+    help="What is to run the engine (nemo-build targets)  [default: the target's first that builds]",
+)
 @click.option("--max-sequences", type=int, default=8, show_default=True, help="Sequences at a time.")
 @click.option("--max-context", type=int, help="Positions per sequence  [default: the model's, at most 8192]")
 @click.option("--memory", type=float, help="GiB that the engine may use  [default: the target's]")
@@ -60,7 +65,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     "--phases",
     default="decode,prefill",
     show_default=True,
-    help="For TensorRT-RTX: the graphs; each holds the weights. decode alone takes prompts 8 tokens at a time.",
+    help="For GPUs: the graphs; TensorRT-RTX has the weights in each. decode alone takes prompts 8 tokens at a time.",
 )
 @click.option(
     "--gpus",
@@ -68,6 +73,17 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     show_default=True,
     metavar="target|all",
     help="For TensorRT-RTX: build for the target's GPU, or one engine for all that it knows.",
+)
+@click.option(
+    "--timing-cache",
+    type=click.Path(dir_okay=False),
+    help="For TensorRT: the file that keeps how fast kernels are  [default: one in the build cache]",
+)
+@click.option(
+    "--optimization-level",
+    type=int,
+    metavar="0..5",
+    help="For TensorRT: how long it searches for faster kernels  [default: 3]",
 )
 @click.option("--on", metavar="ray://HOST:PORT", help="Build on the nodes of a Ray cluster.")
 @click.option("--no-cache", is_flag=True, help="Neither take the engine from the build cache nor add it.")
@@ -100,6 +116,7 @@ def command(
     bundle: Path,
     out: Path | None,
     targets: str,
+    backend: str | None,
     max_sequences: int,
     max_context: int | None,
     memory: float | None,
@@ -107,6 +124,8 @@ def command(
     activations: str,
     phases: str,
     gpus: str,
+    timing_cache: str | None,
+    optimization_level: int | None,
     on: str | None,
     no_cache: bool,
     force: bool,
@@ -157,7 +176,18 @@ def command(
         )
     if out is None:
         raise click.UsageError("Missing option '-o' / '--out', which only --plan does without.")
-    options = BuildOptions(max_sequences, max_context, limit, weights, activations, phases, gpus)
+    options = BuildOptions(
+        max_sequences,
+        max_context,
+        limit,
+        weights,
+        activations,
+        phases,
+        gpus,
+        timing_cache,
+        optimization_level,
+        backend,
+    )
     if len(names) > 1 or on is not None:
         from nemo_build.cli._fanout import build_all
 
