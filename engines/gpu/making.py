@@ -99,19 +99,9 @@ class KernelGraphs:
 
     def describe(self, graph: Lowered) -> dict[str, Any]:
         """What the manifest says of a graph, its file apart."""
-        phase, weights = graph.phase, weight_inputs(graph.model, self.weights)
-        return {
-            "graph": graph.source,
-            "phase": phase.name,
-            "inputs": [name for name in graph.shapes() if name not in weights],
-            "outputs": [o.name for o in graph.model.graph.output],
-            "weights": weights,
-            "state": [s.to_json() for s in graph.states],
-            "steps": phase.steps,
-            "logit_rows": phase.logit_rows,
-            "pending": phase.pending,
-            "cache_rows": phase.cache_rows,
-        }
+        weights = weight_inputs(graph.model, self.weights)
+        inputs = [name for name in graph.shapes() if name not in weights]
+        return {**graph.describe(), "inputs": inputs, "weights": weights}
 
 
 def _kernel_buffers(graph: Lowered, table: KernelTable) -> int:

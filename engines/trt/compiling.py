@@ -46,6 +46,21 @@ class Lowered:
             for i in self.model.graph.input
         }
 
+    def describe(self) -> dict[str, Any]:
+        """What the manifest says of it, its file apart."""
+        phase = self.phase
+        return {
+            "graph": self.source,
+            "phase": phase.name,
+            "inputs": list(self.shapes()),
+            "outputs": [o.name for o in self.model.graph.output],
+            "state": [s.to_json() for s in self.states],
+            "steps": phase.steps,
+            "logit_rows": phase.logit_rows,
+            "pending": phase.pending,
+            "cache_rows": phase.cache_rows,
+        }
+
 
 def lower_all(
     inputs: Inputs,
@@ -113,21 +128,7 @@ def compile_graph(graph: Lowered, job: Job, progress: Progress | None = None) ->
     """Write a graph where the job says, and build it; returns what the manifest says of it, and what the build told."""
     job.model.write_bytes(graph.model.SerializeToString(deterministic=True))
     built = build_plan(job, progress)
-    phase = graph.phase
-    entry = {
-        "file": job.out.name,
-        "sha256": sha256_file(job.out),
-        "graph": graph.source,
-        "phase": phase.name,
-        "inputs": list(graph.shapes()),
-        "outputs": [o.name for o in graph.model.graph.output],
-        "state": [s.to_json() for s in graph.states],
-        "steps": phase.steps,
-        "logit_rows": phase.logit_rows,
-        "pending": phase.pending,
-        "cache_rows": phase.cache_rows,
-    }
-    return entry, built
+    return {"file": job.out.name, "sha256": sha256_file(job.out), **graph.describe()}, built
 
 
 def log_of(out: Path, graph: Lowered) -> Path:

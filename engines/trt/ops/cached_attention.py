@@ -147,7 +147,7 @@ def _softmax(
 def _window(c: Context, rows: _Rows, steps: str, window: int) -> str:
     """Positions that some query of a row may see ``[B, window + L - 1]``; the last may be after all that is written."""
     g = c.g
-    first = g.op("Max", g.op("Sub", rows.past, g.integer(window - 2)), g.integer(0))
+    first = g.op("Max", g.op("Sub", rows.past, g.integer(window - 1)), g.integer(0))
     count = g.op("Squeeze", g.op("Add", steps, g.integer(window - 1)), g.ints(0))
     return g.op("Add", g.unsqueeze(first, 1), g.op("Range", g.integer(0), count, g.integer(1)))
 
