@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_build.bundle import (
     ENGINE_BUNDLE,
@@ -22,9 +22,13 @@ from nemo_build.bundle import (
     sha256_file,
     text_files,
 )
+from nemo_build.engines.inspect import plan_summaries
+from nemo_build.engines.tensorrt_rtx.plan_file import PlanSummary
 from nemo_build.errors import UserError
 from nemo_build.export.names import collapse
 from nemo_build.plugins.formats import format_of
+
+T = TypeVar("T")
 
 ABSENT = None
 """Stands for a value that one side does not have."""
@@ -51,6 +55,8 @@ class Subject:
         kind: ``engine``, ``model bundle`` or ``checkpoint``.
         facts: Values by section and dotted name: specs, options, versions, provenance, sizes, digests.
         nodes: For each graph, its nodes by op.
+        operations: For each compiled graph, what it launches, by name.
+        precisions: For each compiled graph, the types that a layer multiplies, by layer.
         tensors: The weights by name.
     """
 
@@ -59,6 +65,8 @@ class Subject:
     facts: Mapping[str, Mapping[str, Any]]
     nodes: Mapping[str, Mapping[str, int]]
     tensors: Mapping[str, StoredAs]
+    operations: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    precisions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,10 @@ class Change:
 
 @dataclass(frozen=True)
 class TensorChange:
-    """Tensors that changed alike: their names as a range, how many they are, and how they are stored; "" for not."""
+    """Tensors or layers that changed alike: their names as a range, how many they are, and what they were and are.
+
+    Of a tensor that is how it is stored, of a layer what types it multiplies; "" is for none.
+    """
 
     names: str
     count: int
@@ -90,6 +101,8 @@ class Difference:
         kind: What both are.
         facts: Changed values by section; sections without any are left out.
         nodes: Changed numbers of nodes by graph; the changes' names are ops.
+        operations: Changed numbers of launches by compiled graph; the names are those of kernels and fusions.
+        precisions: Layers by compiled graph that multiply other types.
         tensors: Changed weights.
         formats: Bytes by format, all of them, changed or not.
     """
@@ -99,13 +112,15 @@ class Difference:
     kind: str
     facts: dict[str, list[Change]]
     nodes: dict[str, list[Change]]
+    operations: dict[str, list[Change]]
+    precisions: dict[str, list[TensorChange]]
     tensors: list[TensorChange]
     formats: list[Change]
 
     @property
     def equal(self) -> bool:
         """Whether nothing changed."""
-        return not (self.facts or self.nodes or self.tensors)
+        return not (self.facts or self.nodes or self.operations or self.precisions or self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -122,17 +137,27 @@ def diff(before: Path, after: Path) -> Difference:
     a, b = _open(before), _open(after)
     if a.kind != b.kind:
         raise UserError("Only two of a kind can be compared:", [f"{s.path}: {s.kind}" for s in (a, b)])
-    facts = {name: _changes(a.facts.get(name, {}), b.facts.get(name, {})) for name in {**a.facts, **b.facts}}
-    nodes = {name: _changes(a.nodes.get(name, {}), b.nodes.get(name, {})) for name in {**a.nodes, **b.nodes}}
     return Difference(
         str(before),
         str(after),
         a.kind,
-        {name: changes for name, changes in facts.items() if changes},
-        {name: changes for name, changes in nodes.items() if changes},
-        _tensor_changes(a.tensors, b.tensors),
+        _by_name(a.facts, b.facts, _changes),
+        _by_name(a.nodes, b.nodes, _changes),
+        _by_name(a.operations, b.operations, _changes),
+        _by_name(a.precisions, b.precisions, _alike),
+        _alike(a.tensors, b.tensors),
         _changes(_by_format(a.tensors), _by_format(b.tensors), all_of_them=True),
     )
+
+
+def _by_name(
+    a: Mapping[str, Mapping[str, Any]],
+    b: Mapping[str, Mapping[str, Any]],
+    compare: Callable[[Mapping[str, Any], Mapping[str, Any]], list[T]],
+) -> dict[str, list[T]]:
+    """What changed in each section or graph; those in which nothing did are left out."""
+    found = {name: compare(a.get(name, {}), b.get(name, {})) for name in {**a, **b}}
+    return {name: changes for name, changes in found.items() if changes}
 
 
 def _open(path: Path) -> Subject:
@@ -161,7 +186,24 @@ def _engine(path: Path) -> Subject:
         name: StoredAs(t.get("format", t["dtype"]).lower(), tuple(t["shape"]), t["nbytes"])
         for name, t in manifest["weights"].get("tensors", {}).items()
     }
-    return Subject(path, "engine", facts, _nodes(_models(path, manifest)), tensors)
+    plans = plan_summaries(path, manifest)
+    return Subject(
+        path,
+        "engine",
+        facts,
+        _nodes(_models(path, manifest)),
+        tensors,
+        {name: _operations(plan) for name, plan in plans.items()},
+        {name: plan.precisions for name, plan in plans.items()},
+    )
+
+
+def _operations(plan: PlanSummary) -> dict[str, int]:
+    """What a plan launches, by name."""
+    products = plan.products - sum(plan.fusions.values())
+    kernels = {f"kernel {name}": count for name, count in plan.launches.items()}
+    fusions = {f"fused product {name}": count for name, count in plan.fusions.items()}
+    return kernels | fusions | ({"product": products} if products else {})
 
 
 def _bundle(path: Path) -> Subject:
@@ -240,8 +282,8 @@ def _spec(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _graph(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of a graph: digest, inputs, outputs, and its state buffers as one line each."""
-    said = {key: entry[key] for key in ("sha256", "inputs", "outputs") if key in entry}
+    """What is said of a graph: digest, inputs, outputs, scratch memory, and its state buffers as one line each."""
+    said = {key: entry[key] for key in ("sha256", "inputs", "outputs", "scratch") if key in entry}
     states = {f"state.{s['name']}": f"{s['dtype']} {s['shape']}" for s in entry.get("state", ())}
     return {**said, **states}
 
@@ -291,8 +333,8 @@ def _by_format(tensors: Mapping[str, StoredAs]) -> dict[str, int]:
     return dict(totals.most_common())
 
 
-def _tensor_changes(a: Mapping[str, StoredAs], b: Mapping[str, StoredAs]) -> list[TensorChange]:
-    """Tensors that are stored otherwise, or on one side only; those that changed alike in one line."""
+def _alike(a: Mapping[str, object], b: Mapping[str, object]) -> list[TensorChange]:
+    """What differs, or is on one side only; tensors or layers that changed alike in one line."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in {**a, **b}:
         pair = tuple(str(side[name]) if name in side else "" for side in (a, b))

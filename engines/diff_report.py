@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_build.engines.diff import Change, Difference
+from nemo_build.engines.diff import Change, Difference, TensorChange
 
 _TEMPLATE = Path(__file__).parent / "diff.html.jinja"
 _DIGEST = 64  # characters of a sha256 in hex
@@ -22,11 +23,12 @@ def diff_text(found: Difference) -> str:
         lines += ["", section, *(_line(c) for c in changes)]
     for graph, changes in found.nodes.items():
         lines += ["", f"nodes of {graph}", *(_line(c) for c in changes)]
+    for graph, changes in found.operations.items():
+        lines += ["", f"launches of {graph}", *(_line(c) for c in changes)]
+    for graph, layers in found.precisions.items():
+        lines += ["", f"types multiplied in {graph}", *_lines_alike(layers)]
     if found.tensors:
-        lines += ["", "tensors"]
-        for t in found.tensors:
-            many = f" ({t.count})" if t.count > 1 else ""
-            lines.append(_line(Change(t.names + many, t.before or None, t.after or None)))
+        lines += ["", "tensors", *_lines_alike(found.tensors)]
     if any(c.before != c.after for c in found.formats):
         lines += ["", "bytes by format"]
         lines += [f"  {c.name}: {c.before or 0:,} -> {c.after or 0:,}" for c in found.formats]
@@ -51,6 +53,12 @@ def shown(value: Any) -> str:
     text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     is_digest = len(text) == _DIGEST and all(c in "0123456789abcdef" for c in text)
     return f"{text[:_SHOWN]}…" if is_digest else text
+
+
+def _lines_alike(changes: Iterable[TensorChange]) -> Iterator[str]:
+    for c in changes:
+        many = f" ({c.count})" if c.count > 1 else ""
+        yield _line(Change(c.names + many, c.before or None, c.after or None))
 
 
 def _line(change: Change) -> str:

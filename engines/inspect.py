@@ -116,20 +116,23 @@ def _inspect_engine(path: Path) -> Report:
         "options": manifest["options"],
         "plan": manifest["plan"],
         "mismatches": mismatches(manifest),
-        "compiled": _summaries(path, manifest),
+        "compiled": {name: plan.to_json() for name, plan in plan_summaries(path, manifest).items()},
     }
     spec = ModelSpec.from_json(manifest["spec"])
     return _report(path, "engine", spec, len(tensors), dict(by_dtype), engine)
 
 
-def _summaries(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What compiled graphs say of themselves, by name. Raises BundleError if one is damaged or for other GPUs."""
+def plan_summaries(path: Path, manifest: dict[str, Any]) -> dict[str, plan_file.PlanSummary]:
+    """What an engine's TensorRT-RTX plans say of themselves, by graph; none of other backends.
+
+    Raises BundleError if one is damaged or for other GPUs.
+    """
     if manifest["backend"]["name"] != tensorrt_rtx.LIBRARY.name:
         return {}
     found = {}
     for name, graph in manifest["graphs"].items():
         plan_file.require_sms(path / graph["file"], tuple(manifest["backend"]["sms"]))
-        found[name] = plan_file.summarize(path / graph["file"]).to_json()
+        found[name] = plan_file.summarize(path / graph["file"])
     return found
 
 

@@ -20,7 +20,7 @@ from nemo_build.engines.session import StepBatch
 from nemo_build.engines.trt.emitter import FLOAT
 from nemo_build.engines.trt.forms import WeightTable
 from nemo_build.engines.trt.lowering import OVERFLOW, lower, lowered_states
-from nemo_build.engines.trt.phases import phases_of
+from nemo_build.engines.trt.phases import DECODE, PREFILL, phases_of
 from nemo_build.engines.weights import stored_tensors
 from nemo_build.plugins.codecs.nvfp4 import E2M1
 from nemo_build.plugins.formats import activations
@@ -28,8 +28,8 @@ from nemo_build.plugins.formats import activations
 ORT_OPSET = 24
 
 
-class LoweredModel:
-    """All phases of one graph of a bundle on shared state, as a session of the portable graph would run.
+class LoweredGraph:
+    """Phases of one graph of a bundle on state of their own.
 
     Args:
         bundle: The model bundle.
@@ -39,6 +39,7 @@ class LoweredModel:
         sms: GPUs it is lowered for.
         convert: Form for unquantized projections.
         rounds: Whether projections round their inputs as the checkpoint says.
+        names: The phases.
     """
 
     def __init__(
@@ -51,30 +52,41 @@ class LoweredModel:
         sms: tuple[int, ...] = (120,),
         convert: str | None = None,
         rounds: bool = True,
+        names: tuple[str, ...] = (DECODE, PREFILL),
     ) -> None:
         self.graph = graph
         model = onnx.load(bundle / f"{graph}.onnx", load_external_data=False)
         self.table = WeightTable(stored_tensors([model]), sms, convert=convert, compute=FLOAT, rounds=rounds)
-        phases = {p.name: p for p in phases_of(slots, context)}
+        phases = {p.name: p for p in phases_of(slots, context) if p.name in names}
         lowered = {n: lower(model, p, self.table, FLOAT) for n, p in phases.items()}
         contents = {n: b"".join(map(bytes, w.chunks(bundle))) for n, w in self.table.weights.items()}
         self.sessions = {n: _session(m, contents) for n, m in lowered.items()}
-        self.states = lowered_states(model, phases["decode"], FLOAT)
+        self.states = lowered_states(model, phases[DECODE], FLOAT)
         self.state = {s.name: np.zeros(s.resolve({"slots": slots}), np.float32) for s in self.states}
-        self.overflow = 0
+
+    def run(self, phase: str, inputs: dict[str, Any]) -> dict[str, Any]:
+        """One step of all rows, row i in slot i; returns every output, and advances the state."""
+        session = self.sessions[phase]
+        names = [o.name for o in session.get_outputs()]
+        taken = {i.name for i in session.get_inputs()}
+        feeds = {n: v for n, v in {**self.state, **inputs}.items() if n in taken}
+        found = dict(zip(names, session.run(names, feeds), strict=True))
+        self.state.update({s.name: found[s.output] for s in self.states})
+        return found
+
+
+class LoweredModel(LoweredGraph):
+    """All phases of a step graph, run as a session of the portable graph would; arguments as of the base."""
+
+    overflow = 0
 
     def step(self, phase: str, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
         """One step of all rows, row i in slot i; returns logits and hidden states."""
-        session = self.sessions[phase]
-        feeds: dict[str, Any] = {
-            **self.state,
-            **{n: getattr(batch, n) for n in ("input_ids", "lengths", "past", "accepted", "logit_rows")},
-        }
+        names = ("input_ids", "lengths", "past", "accepted", "logit_rows")
+        inputs: dict[str, Any] = {n: getattr(batch, n) for n in names}
         if batch.hidden_in is not None:
-            feeds["hidden_in"] = batch.hidden_in
-        names = [o.name for o in session.get_outputs()]
-        found = dict(zip(names, session.run(names, feeds), strict=True))
-        self.state = {s.name: found[s.output] for s in self.states}
+            inputs["hidden_in"] = batch.hidden_in
+        found = self.run(phase, inputs)
         self.overflow = int(found[OVERFLOW][0]) if OVERFLOW in found else 0
         return found["logits"], found["hidden"]
 
@@ -99,14 +111,19 @@ def _replace_nodes(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> None:
 
 
 def _mask_attention(model: onnx.ModelProto) -> None:
-    """Query i of a row sees the keys j <= i + lengths - L, in place of lengths and a causal flag."""
+    """A mask in place of lengths and a causal flag.
+
+    Query i of a row sees the keys j <= i + lengths - L if it is causal, else j < lengths.
+    """
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         if node.op_type != "Attention":
             nodes.append(node)
             continue
         q, k, v, *_, lengths = node.input
-        scale = next(a.f for a in node.attribute if a.name == "scale")
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        scale = attributes["scale"]
+        last = "Add (i4, first4)" if attributes["is_causal"] else "Add (no_i, end)"
         text = f"""<ir_version: 11, opset_import: ["" : {ORT_OPSET}]> g (float[a] q) => (float[a] y) {{
             zero = Constant <value_int = 0> ()
             one = Constant <value_int = 1> ()
@@ -124,7 +141,10 @@ def _mask_attention(model: onnx.ModelProto) -> None:
             j4 = Unsqueeze (j, axes013)
             first = Sub (lengths, steps)
             first4 = Unsqueeze (first, axes)
-            last = Add (i4, first4)
+            lengths4 = Unsqueeze (lengths, axes)
+            end = Sub (lengths4, one)
+            no_i = Mul (i4, zero)
+            last = {last}
             mask = LessOrEqual (j4, last)
             y = Attention <scale : float = {scale}> (q, k, v, mask)
         }}"""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,19 @@ _LARGEST_TEXT = 1 << 30  # of a model with 52 layers it has some 50 MB
 
 _CONSTANT = re.compile(rb"tensor=\{[^}\n]*?const_payload_size=(\d{1,15}) [^\n]*? type=(\w{1,20}) ?\}")
 _REGION = re.compile(rb"region = \{ name=devmem\S* size=(\d{1,15}) ")
-_OPERATION = re.compile(rb"\n?\s(function|fully_connected|runtime_fusion)=\{ name=\"?([^\s\"]{1,300})")
+_OPERATION = re.compile(
+    rb"\n\s{1,4}(function|fully_connected|runtime_fusion)=\{ name=\"?([^\s\"]{1,300})([^\n]{0,100000})"
+)
+_TENSOR = re.compile(
+    rb"tensor=\{[^\n]{0,400}? dims=\{([^}\n]{0,400})\} [^\n]{0,200}?"
+    rb"name=\"([^\"\n]{1,300})\"[^\n]{0,400}? type=(\w{1,20}) ?\}"
+)
+_INPUTS = re.compile(rb" input(?:_args)?=\{([^}\n]{0,50000})\}")
+_LAYER = re.compile(rb"\[ONNX Layer: ([^\]\n]{1,300})\]")
+_NUMBERED = re.compile(
+    r"/[a-z0-9]+_\d+$"
+)  # what the lowering adds to the name of the node that it takes the place of
+_PRODUCT = re.compile(r"/(matmul|reducesum)_\d+$")
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,8 @@ class PlanSummary:
         kernels: Launches of generated kernels in the program.
         products: Multiplications of matrices, whose kernel is chosen on the GPU.
         fusions: Multiplications with operations fused into them on the GPU, by what is fused.
+        launches: Launches of generated kernels, by the operations in them, which their names abbreviate.
+        precisions: For each layer that multiplies matrices, the types of what goes into that.
     """
 
     header: PlanHeader
@@ -72,6 +86,8 @@ class PlanSummary:
     kernels: int
     products: int
     fusions: Mapping[str, int]
+    launches: Mapping[str, int]
+    precisions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -120,20 +136,40 @@ def summarize(path: Path) -> PlanSummary:
     constants: Counter[str] = Counter()
     for size, kind in _CONSTANT.findall(text):
         constants[kind.decode()] += int(size)
-    operations = Counter(kind.decode() for kind, _ in _OPERATION.findall(text))
-    fusions = Counter(
-        name.decode("ascii", "replace").removeprefix("__myl_")
-        for kind, name in _OPERATION.findall(text)
-        if kind == b"runtime_fusion"
-    )
+    operations = [(kind.decode(), _text(name), rest) for kind, name, rest in _OPERATION.findall(text)]
+    kinds = Counter(kind for kind, _, _ in operations)
     return PlanSummary(
         header,
         dict(sorted(constants.items())),
         sum(map(int, _REGION.findall(text))),
-        operations["function"],
-        operations["fully_connected"] + operations["runtime_fusion"],
-        dict(sorted(fusions.items())),
+        kinds["function"],
+        kinds["fully_connected"] + kinds["runtime_fusion"],
+        _counts(name for kind, name, _ in operations if kind == "runtime_fusion"),
+        _counts(name for kind, name, _ in operations if kind == "function"),
+        _precisions([rest for kind, _, rest in operations if kind != "function"], text),
     )
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(n.removeprefix("__myl_") for n in names).items()))
+
+
+def _precisions(products: Sequence[bytes], text: bytes) -> dict[str, str]:
+    """For each layer, the types of the matrices that go into its products; what has fewer dimensions does not count."""
+    types = {name: kind for dims, name, kind in _TENSOR.findall(text) if len(dims.split()) > 1}
+    found: dict[str, set[str]] = {}
+    for product in products:
+        inputs = _INPUTS.search(product)
+        names = inputs.group(1).replace(b'"', b"").split() if inputs else []
+        matrices = {types[name].decode() for name in names if name in types}
+        layers = [_text(name) for name in _LAYER.findall(product)]
+        for layer in [n for n in layers if _PRODUCT.search(n)] or layers[:1]:
+            found.setdefault(_NUMBERED.sub("", layer), set()).update(matrices)
+    return {layer: ", ".join(sorted(matrices)) for layer, matrices in sorted(found.items())}
+
+
+def _text(data: bytes) -> str:
+    return data.decode("ascii", "replace")
 
 
 def require_sms(path: Path, sms: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ Custom ops become what their module makes of them, by default the standard ops o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import onnx
@@ -17,7 +17,7 @@ import onnx
 from nemo_build.engines.trt.emitter import BFLOAT16, Emitter
 from nemo_build.engines.trt.forms import COMPUTE_NAMES, ONNX_TYPES, WeightTable
 from nemo_build.engines.trt.ops import Context, op_modules, refuse
-from nemo_build.engines.trt.phases import PREFILL, Phase
+from nemo_build.engines.trt.phases import DECODE, PREFILL, Phase
 from nemo_build.engines.weights import CopiedWeight, Weight
 from nemo_build.plugins.schema import DOMAIN
 from nemo_build.state import StateSpec
@@ -27,6 +27,15 @@ Lower = Callable[[Context, onnx.NodeProto], None]
 
 OVERFLOW = "expert_overflow"
 """Output of a prefill graph with experts, int64 ``[1]``: how many tokens too many an expert was given, at worst."""
+
+TOKENS = "tokens"
+"""Output of a decode graph with logits, int64 ``[rows]``: the likeliest tokens, the lowest id among equals."""
+
+LOGITS_SUM = "logits_sum"
+"""Output of the same, float32 ``[rows]``: finite if and only if all of a row's logits are; else its token is void."""
+
+HIDDEN_ROWS = "hidden_rows"
+"""Output of a decode graph that is fed hidden states, float32 ``[rows, H]``: its own in the rows of the logits."""
 
 _STATE_KEY = "nemo_build.state"
 _IR_VERSION = 11  # the first with FLOAT4E2M1
@@ -64,6 +73,8 @@ def lower(
     for node in model.graph.node:
         _lower_node(c, node, ops)
     outputs = [_with_state(o, {s.output: s for s in states}) for o in model.graph.output]
+    if phase.name == DECODE:
+        outputs += _emit_choices(c, "hidden_in" in shapes, outputs)
     if phase.name == PREFILL and c.overflows:
         worst = c.g.op("Concat", *c.overflows, axis=0)
         c.g.op("ReduceMax", worst, c.g.ints(0), out=OVERFLOW, keepdims=1)
@@ -74,6 +85,30 @@ def lower(
     opsets = [onnx.helper.make_opsetid("", _OPSET), onnx.helper.make_opsetid("trt", 1)]
     lowered = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
     return lowered
+
+
+def _emit_choices(
+    c: Context, feeds_itself: bool, outputs: Iterable[onnx.ValueInfoProto]
+) -> list[onnx.ValueInfoProto]:
+    """Outputs with which a device goes on by itself; none of a graph without logits."""
+    widths = {o.name: _shape(o)[-1] for o in outputs}
+    if "logits" not in widths:
+        return []
+    c.g.scope = "choices"
+    chosen = c.g.op("ArgMax", "logits", axis=-1, keepdims=0)
+    # What is chosen from logits that are not numbers is up to the library, and is looked up in the embedding.
+    c.g.op("Min", c.g.op("Max", chosen, c.g.ints(0)), c.g.ints(int(widths["logits"]) - 1), out=TOKENS)
+    c.g.op("ReduceSum", "logits", c.g.ints(-1), out=LOGITS_SUM, keepdims=0)
+    made = onnx.helper.make_tensor_value_info
+    found = [
+        made(TOKENS, onnx.TensorProto.INT64, ["rows"]),
+        made(LOGITS_SUM, onnx.TensorProto.FLOAT, ["rows"]),
+    ]
+    if feeds_itself and "hidden" in widths:
+        lines = c.g.reshape("hidden", -1, int(widths["hidden"]))
+        c.g.op("Gather", lines, "logit_rows", out=HIDDEN_ROWS, axis=0)
+        found.append(made(HIDDEN_ROWS, onnx.TensorProto.FLOAT, ["rows", widths["hidden"]]))
+    return found
 
 
 def lowered_states(model: onnx.ModelProto, phase: Phase, compute: int = BFLOAT16) -> list[StateSpec]:

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long TensorRT-RTX takes to build an engine of the full size, and how much memory.
 
-    python scripts/bench/rtx_build.py [--target NAME] [--format nvfp4|nvfp4-all] [--pattern MEM*E] [--phase decode]
+    python scripts/bench/rtx_build.py [--target NAME[,NAME]] [--format nvfp4|nvfp4-all] [--phases decode,prefill]
+    python scripts/bench/rtx_build.py --pattern 'M*' [--out FILE]     # few layers, printed only unless a file is named
 
-The model is Nemotron 3.5 Lightning's shape with random weights: a sparse checkpoint gives the names and shapes, the
-weights' file that the compiler reads is filled with random numbers. It takes about twice the weights' size on disk,
-below --work, and for the whole model some 20 GB of memory; it refuses to begin without. Prints JSON.
+Several targets are one plan for all their GPUs. The model is Nemotron 3.5 Lightning's shape with random weights: a
+sparse checkpoint gives the names and shapes, the weights' file that the compiler reads is filled with random numbers.
+It takes about twice the weights' size on disk, below --work, and for the whole model some 20 GB of memory; it refuses
+to begin without. Results are added to docs/results/rtx_build.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,15 +30,17 @@ import onnx
 
 from nemo_build.engines.targets import TARGETS
 from nemo_build.engines.tensorrt_rtx import LIBRARY
+from nemo_build.engines.tensorrt_rtx.addresses import environment
 from nemo_build.engines.tensorrt_rtx.plan_file import summarize
 from nemo_build.engines.trt.builder import Job, build_plan, profile_of
 from nemo_build.engines.trt.forms import WeightTable
 from nemo_build.engines.trt.lowering import lower
-from nemo_build.engines.trt.phases import phases_of
+from nemo_build.engines.trt.phases import DECODE, PREFILL, Phase, phases_of
 from nemo_build.engines.weights import PlacedWeight, place, point_at, stored_tensors
 from nemo_build.export.exporter import export_bundle
 
 SYNTHETIC = Path(__file__).resolve().parent.parent / "synthetic_checkpoint.py"
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "rtx_build.json"
 PIECE = 1 << 24
 MEMORY_SHARE, MEMORY_BESIDES = 1.1, 1 << 30  # of the weights' size
 
@@ -43,8 +49,17 @@ def main() -> None:
     """Lower, fill, compile, report."""
     arguments = parse()
     work = Path(tempfile.mkdtemp(prefix="rtx_build.", dir=arguments.work))
+    out = arguments.out or (None if arguments.pattern else RESULTS)
     try:
-        print(json.dumps(measure(arguments, work), indent=1))
+        lowered, placed, seconds = prepare(arguments, work)
+        for phase, model in lowered.items():
+            point_at(model, placed, "weights.bin")
+            result = measure(arguments, work, phase, model, placed)
+            result["preparing_seconds"] = seconds
+            name = f"{arguments.target}, {arguments.format}, {phase.name}"
+            report(name, result)
+            if out:
+                merge(out, name, result)
     finally:
         shutil.rmtree(work)
 
@@ -55,61 +70,104 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", default="rtx-pro-6000")
     parser.add_argument("--format", default="nvfp4-all", choices=("bf16", "nvfp4", "nvfp4-all"))
     parser.add_argument("--pattern", help="layers, if not the model's own 52")
-    parser.add_argument("--phase", default="decode", choices=("decode", "prefill"))
+    parser.add_argument("--phases", default=f"{DECODE},{PREFILL}")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
-def measure(arguments: argparse.Namespace, work: Path) -> dict[str, object]:
-    """Build one plan below `work`; returns what it took."""
-    target = TARGETS[arguments.target]
-    assert target.sm is not None, "a GPU"
+def gpus(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """The targets' GPUs, compute capability times ten."""
+    found = {TARGETS[name].sm for name in arguments.target.split(",")}
+    if None in found:
+        sys.exit(f"{arguments.target} names a target that is no GPU")
+    return tuple(sorted(sm for sm in found if sm is not None))
+
+
+def prepare(
+    arguments: argparse.Namespace, work: Path
+) -> tuple[dict[Phase, onnx.ModelProto], list[PlacedWeight], dict[str, float]]:
+    """The phases' graphs, and below `work` the weights that they share; and how long that took."""
     checkpoint, bundle = work / "checkpoint", work / "bundle"
     pattern = ["--pattern", arguments.pattern] if arguments.pattern else []
     command = [sys.executable, str(SYNTHETIC), "--format", arguments.format, *pattern, str(checkpoint)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     export_bundle(checkpoint, bundle)
-
     begin = time.monotonic()
     model = onnx.load(bundle / "target.onnx", load_external_data=False)
-    table = WeightTable(stored_tensors([model]), (target.sm,))
-    (phase,) = phases_of(arguments.sequences, arguments.context, (arguments.phase,))
-    lowered = lower(model, phase, table)
+    table = WeightTable(stored_tensors([model]), gpus(arguments))
+    phases = phases_of(arguments.sequences, arguments.context, tuple(arguments.phases.split(",")))
+    lowered = {phase: lower(model, phase, table) for phase in phases}
     placed = place(table.weights.values())
-    point_at(lowered, placed, "weights.bin")
-    path = work / f"target.{phase.name}.onnx"
-    path.write_bytes(lowered.SerializeToString(deterministic=True))
-    seconds = {"lowering": time.monotonic() - begin}
-
-    total = sum(p.weight.nbytes for p in placed)
-    require_room(work, total)
+    lowering = time.monotonic() - begin
+    require_room(work, sum(p.weight.nbytes for p in placed))
     begin = time.monotonic()
     fill(placed, work / "weights.bin")
-    seconds["writing random weights"] = time.monotonic() - begin
+    writing = time.monotonic() - begin
+    return lowered, placed, {"lowering": round(lowering, 1), "random weights": round(writing, 1)}
 
+
+def measure(
+    arguments: argparse.Namespace,
+    work: Path,
+    phase: Phase,
+    model: onnx.ModelProto,
+    placed: list[PlacedWeight],
+) -> dict[str, object]:
+    """Build one plan below `work`, which is deleted again; returns what it took."""
+    path, plan = work / f"target.{phase.name}.onnx", work / f"target.{phase.name}.engine"
+    path.write_bytes(model.SerializeToString(deterministic=True))
     inputs = {
-        i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim]
-        for i in lowered.graph.input
+        i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input
     }
-    plan = work / f"target.{phase.name}.engine"
+    profile, sms = profile_of(inputs, phase), gpus(arguments)
     begin = time.monotonic()
     with Sampler() as sampler:
-        job = Job(LIBRARY, path, plan, work / "log", (target.sm,), profile_of(inputs, phase))
-        built = build_plan(job)
-    seconds["compiling and writing the plan"] = time.monotonic() - begin
+        built = build_plan(Job(LIBRARY, path, plan, work / "log", sms, profile, environment=environment()))
+    seconds = time.monotonic() - begin
+    summary = summarize(plan)
+    plan.unlink()
+    used = {t.name for t in model.graph.initializer}
     return {
-        "target": target.name,
-        "format": arguments.format,
-        "phase": phase.name,
-        "nodes": len(lowered.graph.node),
-        "weights_bytes": total,
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "sms": sms,
+        "pattern": arguments.pattern or "the model's own",
+        "sequences": arguments.sequences,
+        "context": arguments.context,
+        "nodes": len(model.graph.node),
+        "weights_bytes": sum(p.weight.nbytes for p in placed if p.weight.name in used),
+        "seconds": round(seconds, 1),
         "peak_anonymous_bytes": sampler.peak,
         "peak_resident_bytes": built.peak,
-        "plan": summarize(plan).to_json(),
+        "plan_bytes": summary.header.nbytes,
+        "plan_weight_bytes": summary.header.weight_bytes,
+        "scratch_bytes": summary.scratch,
+        "constants": summary.constants,
+        "kernels": summary.kernels,
+        "products": summary.products,
+        "fusions": summary.fusions,
     }
+
+
+def report(name: str, result: dict[str, object]) -> None:
+    """Print what a build took."""
+    figures = ("peak_anonymous_bytes", "plan_bytes", "scratch_bytes")
+    sizes = ", ".join(f"{f.removesuffix('_bytes')} {int(str(result[f])) / 1e9:.2f} GB" for f in figures)
+    print(f"{name}: {result['seconds']} s, {sizes}", flush=True)
+
+
+def merge(out: Path, name: str, result: dict[str, object]) -> None:
+    """Add a result to the file, in place of an older one of its name."""
+    results = json.loads(out.read_text())["results"] if out.exists() else {}
+    content = {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "command": "python scripts/bench/rtx_build.py",
+        "python": platform.python_version(),
+        "tensorrt_rtx": LIBRARY.version,
+        "results": results | {name: result},
+    }
+    out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def require_room(work: Path, total: int) -> None:
