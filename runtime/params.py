@@ -28,7 +28,9 @@ _LIMITS: tuple[tuple[str, type, str, Callable[[Any], bool]], ...] = (
 
 def _is_number(value: object, kind: type) -> bool:
     # bool is an Integral, but `"top_k": true` is a mistake, not a one.
-    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return False
+    return isinstance(value, numbers.Integral) or math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _is_token_id(value: object) -> bool:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients send and get: the names that clients of TensorRT-LLM's, vLLM's and Dynamo's models use.
 
-One table: the configuration of ``generate`` is made from it, and a request that names something else is refused by the
-server itself.
+One table: the configuration of ``generate`` is made from it, and a request that names something else is refused.
 """
 
 from __future__ import annotations

@@ -11,21 +11,26 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import StepOutput
+from nemo_build.errors import UserError
+from nemo_build.runtime.planned import Chosen, plan_drafts, with_drafts
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal
-from nemo_build.runtime.speculation.rounds import NO_DRAFTS, Drafts, Speculation
+from nemo_build.runtime.speculation.rounds import Drafts, Speculation
 from nemo_build.runtime.steps import Computed, Row, RowRunner, StateLostError
 from nemo_build.state import StateSpec
 from nemo_build.triton_repo.arrays import Tensors, pack, to_rows, unpack
 from nemo_build.triton_repo.stages import describe
 from nemo_build.triton_repo.tensors import NOTHING, UNUSABLE, ensemble
+
+_MOST_REPAIRS = 3
+"""Times in a row that models are started again before their failure is an error of the requests."""
 
 
 class StepsFailedError(Exception):
@@ -66,6 +71,7 @@ class Steps:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._lock = threading.Lock()
+        self._in_vain = 0  # times that they were started since a step was taken
         self.starts = 0
 
     def call(self, model: str, inputs: Tensors, outputs: Sequence[str]) -> dict[str, NDArray[Any]]:
@@ -73,16 +79,30 @@ class Steps:
 
         Raises:
             StateLostError: A model did not answer; it does again.
+            UserError: They do not answer however often they are started.
         """
         starts = self.starts
         try:
-            return self._models.call(model, inputs, outputs)
+            found = self._models.call(model, inputs, outputs)
         except StepsFailedError as error:
             with self._lock:
                 if starts == self.starts:  # nobody else has seen to it
-                    self._models.repair()
-                    self.starts += 1
+                    self._start_again(error)
             raise StateLostError(str(error)) from error
+        if "CONTROL" not in inputs:
+            self._in_vain = 0
+        return found
+
+    def _start_again(self, error: StepsFailedError) -> None:
+        if self._in_vain == _MOST_REPAIRS:
+            self._in_vain = 0  # the next request may try again
+            raise UserError(
+                f"The models of the step fail, though they were loaded {_MOST_REPAIRS} times: {error}",
+                hint="The server's log says why.",
+            ) from error
+        self._models.repair()
+        self._in_vain += 1
+        self.starts += 1
 
     def control(
         self, model: str, order: Mapping[str, Any], extra: Tensors | None = None
@@ -193,15 +213,7 @@ class RemoteSpeculation(Speculation):
 
     def _propose(self, requests: Sequence[Request], length: int) -> list[Drafts]:
         self.price = 0.0 if self._controller is None else self._controller.price(len(requests))
-        return [Drafts([NOTHING] * n) if n else NO_DRAFTS for n in self._lengths(requests, length)]
-
-
-@dataclass(frozen=True)
-class _Chosen(Computed):
-    """Rows whose tokens were chosen as well."""
-
-    tokens: Sequence[Sequence[int]]
-    accepted: Sequence[int]
+        return plan_drafts(self._lengths(requests, length))
 
 
 class RemoteRunner(RowRunner):
@@ -238,14 +250,14 @@ class RemoteRunner(RowRunner):
         found = self._step(rows)
         seconds = time.perf_counter() - start
         drafts = self._drafts(rows, found)
-        made = [_with_drafts(row, d) for row, d in zip(rows, drafts, strict=True)]
+        made = [with_drafts(row, d) for row, d in zip(rows, drafts, strict=True)]
         output = StepOutput(np.empty((0, 0), np.float32))
         tokens = [[t for t in row if t != NOTHING] for row in found["CHOSEN"].tolist()]
-        return _Chosen(made, output, seconds, tokens, found["ACCEPTED_DRAFTS"].tolist())
+        return Chosen(made, output, seconds, tokens, found["ACCEPTED_DRAFTS"].tolist())
 
     def choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
         """As of the base class."""
-        assert isinstance(computed, _Chosen), "it comes from `run`"
+        assert isinstance(computed, Chosen), "it comes from `run`"
         for row, tokens, accepted in zip(computed.rows, computed.tokens, computed.accepted, strict=True):
             if tokens and tokens[0] == UNUSABLE:
                 row.request.error = RuntimeError("its logits are not finite")
@@ -305,17 +317,6 @@ class RemoteRunner(RowRunner):
             return [[] for _ in rows]
         lengths = found["DRAFT_LENGTHS"].tolist()
         return [row[:n] for row, n in zip(found["DRAFT"].tolist(), lengths, strict=True)]
-
-
-def _with_drafts(row: Row, drafts: list[int]) -> Row:
-    """A row with the drafts that were made in place of the planned ones."""
-    own = row.tokens[: len(row.tokens) - len(row.drafts.tokens)]
-    return replace(
-        row,
-        tokens=[*own, *drafts],
-        wanted=row.wanted and 1 + len(drafts),
-        drafts=Drafts(drafts) if drafts else NO_DRAFTS,
-    )
 
 
 def _column(values: Any) -> NDArray[np.int32]:

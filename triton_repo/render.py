@@ -10,17 +10,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from nemo_build.bundle import ENGINE_BUNDLE, publish, read_manifest, require_output, sha256_json
+from nemo_build.engines.backends import runs_on_host
 from nemo_build.engines.provenance import check_engine
-from nemo_build.errors import UserError
+from nemo_build.errors import RequestError, UserError
 from nemo_build.runtime.opening import Options
 from nemo_build.runtime.speculation.kinds import SPECULATORS, speculator_kind
-from nemo_build.triton_repo import front_tensors
+from nemo_build.triton_repo import FRONT, front_tensors
 from nemo_build.triton_repo.config import ensemble_config, front_config, stage_config
 from nemo_build.triton_repo.settings import RepositorySettings
 from nemo_build.triton_repo.tensors import ensemble, step_models, with_control
-
-FRONT = "generate"
-"""The model that clients talk to."""
 
 _ENGINE = "engine"
 _SOURCE = """\
@@ -66,7 +64,8 @@ def render(
         UserError: `repository` exists.
     """
     require_output(repository, force=force, source=engine, ours=is_repository)
-    parts = _Version(engine, _resolved(engine, options or Options()), 1, in_process, most_waiting)
+    resolved = _resolved(engine, options or Options(), in_process)
+    parts = _Version(engine, resolved, 1, in_process, most_waiting)
     with publish(repository) as folder:
         parts.write(folder, reference=reference)
     return Rendered(repository, 1, tuple(parts.names.values()))
@@ -86,11 +85,9 @@ def add_version(
     Its steps are models of their own, so a server goes on with the version before until it is told to load this one,
     and answers what was asked of that one to the end. Arguments and errors are those of :func:`render`.
     """
-    if not is_repository(repository):
-        raise UserError(f"{repository} is not a repository that this command has written.")
-    versions = [int(p.name) for p in (repository / FRONT).iterdir() if p.name.isdecimal()]
-    version = 1 + max(versions)
-    parts = _Version(engine, _resolved(engine, options or Options()), version, in_process, most_waiting)
+    version = 1 + max(versions(repository))
+    resolved = _resolved(engine, options or Options(), in_process)
+    parts = _Version(engine, resolved, version, in_process, most_waiting)
     # What a server looks at last is moved in last: the version of the front.
     with ExitStack() as stack:
         holder = repository.parent / f".{repository.name}.v{version}"
@@ -106,6 +103,14 @@ def add_version(
 def is_repository(directory: Path) -> bool:
     """Whether a directory is what :func:`render` writes."""
     return any(directory.glob(f"{FRONT}/*/settings.json"))
+
+
+def versions(repository: Path) -> dict[int, RepositorySettings]:
+    """The settings of ``generate`` by version. Raises UserError if it is no repository of this command."""
+    if not is_repository(repository):
+        raise UserError(f"{repository} is not a repository that this command has written.")
+    folders = [p for p in (repository / FRONT).iterdir() if p.name.isdecimal()]
+    return {int(p.name): RepositorySettings.load(p) for p in folders}
 
 
 @dataclass(frozen=True)
@@ -169,11 +174,16 @@ class _Version:
             (model / "config.pbtxt").write_text(ensemble_config(step, model.name, names))
 
 
-def _resolved(engine: Path, options: Options) -> Options:
+def _resolved(engine: Path, options: Options, in_process: bool) -> Options:
     """The options with the speculator's own name; raises an error if the engine cannot be served with them."""
     options.check()
     manifest = read_manifest(engine, ENGINE_BUNDLE)
     check_engine(engine, manifest)
+    if not (in_process or runs_on_host(engine, manifest)):
+        raise RequestError(
+            f"{engine} runs on a GPU, where its state is in the memory of one process.",
+            hint="Render it with --in-process: one model that holds the whole engine.",
+        )
     kind = speculator_kind(options.speculate, options.draft_length, manifest["graphs"])
     name = next((n for n, k in SPECULATORS.items() if k is kind), "none")
     return replace(options, speculate=name, drafting="coupled")

@@ -34,8 +34,14 @@ EXTRA = "triton"
 
 _HOST = "127.0.0.1"
 _BACKEND = ("libtriton_python.so", "triton_python_backend_utils.py")
-_GRACE = 20.0
+_EXIT = 5
+"""Seconds that a server lets its clients finish in."""
+
+_GRACE = 15.0
 """Seconds for a server to end by itself."""
+
+_REGION = "/dev/shm/triton_python_backend_shm_region_"
+"""Memory that a server shares with the processes of its Python models; one that is killed leaves it behind."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class TritonServer:
     Args:
         repository: Its models.
         ports: Where it listens.
-        log: Where its messages go; its standard error if there is none.
+        models: Which of them it loads.
+        log: Where its messages go; this process's standard error if there is none.
         arguments: Further arguments of the server.
 
     Attributes:
@@ -77,10 +84,12 @@ class TritonServer:
         repository: Path,
         ports: Ports,
         *,
+        models: Sequence[str] = ("*",),
         log: BinaryIO | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
         self.ports = ports
+        self._regions: set[Path] = set()
         package = _package()
         self._backends = Path(tempfile.mkdtemp(prefix="nemo-build-triton-"))
         stub = package / "python_backend_stubs" / f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -99,8 +108,8 @@ class TritonServer:
             f"--cache-directory={package / 'caches'}",
             "--disable-auto-complete-config",
             "--model-control-mode=explicit",
-            "--load-model=*",
-            "--exit-timeout-secs=10",
+            *(f"--load-model={name}" for name in models),
+            f"--exit-timeout-secs={_EXIT}",
             *(f"--{kind}-address={_HOST}" for kind in ("http", "grpc", "metrics")),
             f"--http-port={ports.http}",
             f"--grpc-port={ports.grpc}",
@@ -109,7 +118,12 @@ class TritonServer:
         ]
         # A session of its own, so that what it started can be ended with it: its stubs ignore SIGTERM.
         self.process = subprocess.Popen(
-            command, env=_environment(package), stdout=log, stderr=log, start_new_session=True
+            command,
+            env=_environment(package),
+            stdin=subprocess.DEVNULL,
+            stdout=log or sys.stderr,
+            stderr=log or sys.stderr,
+            start_new_session=True,
         )
 
     def wait(self, seconds: float = 120.0) -> None:
@@ -120,7 +134,7 @@ class TritonServer:
         """
         end = time.monotonic() + seconds
         while not self.ready():
-            if self.process.poll() is not None:
+            if not self.alive():
                 raise UserError(
                     f"The server ended with exit code {self.process.returncode} before it was ready.",
                     hint="Its messages say which model failed to load.",
@@ -137,9 +151,14 @@ class TritonServer:
                 return bool(reply.status == 200)
         return False
 
+    def alive(self) -> bool:
+        """Whether it has not ended. What it has in memory by now is removed with it, even if it crashes."""
+        self._regions |= _regions(self.process.pid)
+        return self.process.poll() is None
+
     def stop(self) -> None:
         """End it, what it started, and what it left in memory."""
-        if self.process.poll() is None:
+        if self.alive():
             self.process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_GRACE)
@@ -147,7 +166,7 @@ class TritonServer:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         shutil.rmtree(self._backends, ignore_errors=True)
-        for path in leftovers():
+        for path in (*leftovers(), *self._regions):
             path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -157,6 +176,17 @@ class TritonServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _regions(session: int) -> set[Path]:
+    """What processes of a session share of the server's memory."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):  # it is no process, or has ended
+            if os.getsid(int(process.name)) == session:
+                lines = (process / "maps").read_text().splitlines()
+                found |= {Path(line[line.index("/") :]) for line in lines if _REGION in line}
+    return {path for path in found if path.exists()}
 
 
 def _package() -> Path:

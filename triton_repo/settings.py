@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_build.bundle import read_json, write_json
-from nemo_build.runtime.opening import Options
-from nemo_build.triton_repo.opening import Parts
+from nemo_build.errors import BundleError
+from nemo_build.triton_repo import FRONT
+
+if TYPE_CHECKING:
+    from nemo_build.triton_repo.opening import Parts
 
 NAME = "settings.json"
 
@@ -37,8 +40,16 @@ class RepositorySettings:
     in_process: bool = False
     most_waiting: int = 256
 
+    @property
+    def all_models(self) -> list[str]:
+        """What is to be loaded to serve this version, in this order."""
+        return [*self.models.values(), FRONT]
+
     def parts(self, folder: Path, key: str) -> Parts:
         """The engine for several processes."""
+        from nemo_build.runtime.opening import Options
+        from nemo_build.triton_repo.opening import Parts
+
         return Parts(self.directory(folder), Options(**self.options), key)
 
     def directory(self, folder: Path) -> Path:
@@ -51,5 +62,9 @@ class RepositorySettings:
 
     @classmethod
     def load(cls, folder: Path) -> RepositorySettings:
-        """The inverse of :meth:`save`."""
-        return cls(**read_json(folder / NAME))
+        """The inverse of :meth:`save`. Raises BundleError if they are not there, or damaged."""
+        found = read_json(folder / NAME)
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise BundleError(f"{folder / NAME} is missing, damaged, or of another version.") from error

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from nemo_build.errors import BundleError
 from nemo_build.runtime.engine import Engine
+from nemo_build.runtime.steps import StateLostError
 from nemo_build.triton_repo.arrays import Tensors
 from nemo_build.triton_repo.front import Front
 from nemo_build.triton_repo.models._python_backend import call, read, settings_of, tensors
 from nemo_build.triton_repo.remote import StepsFailedError
 from nemo_build.triton_repo.shared import remove, server_key
+
+_OWN = "triton_"
+"""How the names of parameters begin that are meant for the server."""
 
 _WAIT = 0.05
 """Seconds between looks at whether a model is ready."""
@@ -38,7 +44,7 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the thread; the responses are sent from there."""
         for request in requests:
-            self._front.submit(read(request), _Sender(request))
+            self._front.submit(_asked(request), _Sender(request))
 
     def finalize(self) -> None:
         """Answer what was asked, then go."""
@@ -52,7 +58,18 @@ class TritonPythonModel:
             return engine
         models = _Neighbours(settings.models)
         models.wait()
-        return settings.parts(self._folder, self._key).engine(models)
+        parts = settings.parts(self._folder, self._key)
+        try:
+            return parts.engine(models)
+        except StateLostError:  # a model did not answer, but does again
+            return parts.engine(models)
+
+
+def _asked(request: Any) -> dict[str, NDArray[Any]]:
+    """Inputs of a request, and its parameters: what is no input in the body of an HTTP request comes as these."""
+    given: dict[str, Any] = json.loads(request.parameters() or "{}")
+    parameters = {n: np.array([v]) for n, v in given.items() if not n.startswith(_OWN)}
+    return parameters | read(request)
 
 
 class _Neighbours:
@@ -71,6 +88,9 @@ class _Neighbours:
 
     def repair(self) -> None:
         """Load all of them again, in the order of a step; a model whose process has died says that it is ready."""
+        # Loading alone does nothing where no file of the model has changed. Steps go before their models.
+        for name in reversed(list(self._names.values())):
+            pb_utils.unload_model(model_name=name)
         for name in self._names.values():
             pb_utils.load_model(model_name=name)
         self.wait()
@@ -85,7 +105,7 @@ class _Neighbours:
 
 
 class _Sender:
-    """Answers one request; see :class:`~nemo_build.triton_repo.front.Responder`."""
+    """Answers one request; see :class:`~nemo_build.triton_repo.delivery.Responder`."""
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
@@ -131,10 +151,11 @@ class _Gauges:
         self._metrics = dict(
             zip(kinds, (family.Metric(labels=labels) for family in self._families), strict=True)
         )
+        self._shown: dict[str, float] = {}
 
     def observe(self, engine: Engine) -> None:
         now, acceptance = engine.statistics(), engine.acceptance
-        values = {
+        values: dict[str, float] = {
             "requests_running": now.running,
             "requests_waiting": now.waiting,
             "slots_free": now.free_slots,
@@ -145,4 +166,6 @@ class _Gauges:
             "accepted_draft_tokens": sum(acceptance.accepted),
         }
         for name, value in values.items():
-            self._metrics[name].set(value)
+            if self._shown.get(name) != value:  # a message to the server and back
+                self._metrics[name].set(value)
+        self._shown = values
