@@ -18,8 +18,10 @@ from nemo_build.cli import cli
 
 VERBS = [
     "bench",
+    "bisect",
     "build",
     "chat",
+    "check",
     "demo",
     "diff",
     "doctor",

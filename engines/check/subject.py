@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-from collections.abc import Mapping
+import shutil
+import subprocess
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 from nemo_build.bundle import ENGINE_BUNDLE, read_manifest, sha256_file, sha256_json
 from nemo_build.engines.check.baseline import Key
 from nemo_build.engines.check.checks import Skip
-from nemo_build.engines.provenance import check_engine, gpu_capabilities
+from nemo_build.engines.plan import host_memory
+from nemo_build.engines.provenance import check_engine
 from nemo_build.settings import instruction_set
 from nemo_build.settings import threads as default_threads
 
 if TYPE_CHECKING:
     from nemo_build.runtime.engine import Engine
+
+
+_SHAPE = ("architecture", "vocab_size", "hidden_size", "layers")
+"""What of a model's spec makes it another model; all else that changes is a change of the same one."""
+
+_SHARE = 0.5  # of the machine's memory that open engines may take
 
 
 class Subject:
@@ -56,7 +63,7 @@ class Subject:
         return Key(
             str(self.manifest["target"]),
             str(self.manifest["backend"]["name"]),
-            sha256_json(spec)[:8],
+            sha256_json({name: spec[name] for name in _SHAPE})[:8],
             str(options["weights"]),
             str(options["activations"]),
             self.speculator,
@@ -76,8 +83,9 @@ class Subject:
         }
 
     def engine(self, **options: Any) -> Engine:
-        """The engine, opened with options of :meth:`nemo_build.runtime.engine.Engine.load`; kept for others who ask
-        for the same.
+        """The engine, opened with options of :meth:`nemo_build.runtime.engine.Engine.load`.
+
+        It is kept for others who ask for the same, as long as there is memory for those that come after it.
 
         Raises:
             Skip: Its backend cannot run it on this machine.
@@ -92,6 +100,9 @@ class Subject:
                 require_runnable(self.path, self.manifest)
             except BundleError as error:
                 raise Skip("; ".join([error.headline, *error.problems])) from error
+            need = self.manifest["plan"]["total"]
+            while self._open and need * (len(self._open) + 1) > _SHARE * host_memory():
+                self._open.pop(next(iter(self._open)))
             self._open[key] = Engine.load(self.path, **options)
         return self._open[key]
 
@@ -99,35 +110,32 @@ class Subject:
         """The same with the speculator."""
         return self.engine(speculate=self.speculator, **options)
 
-    def close(self) -> None:
-        """Let go of all that was opened."""
-        self._open.clear()
-
     def _resolve(self, speculator: str) -> str:
-        from nemo_build.runtime.speculation.kinds import SPECULATORS, available_speculators, speculator_kind
+        from nemo_build.engines.backends import engine_graphs
+        from nemo_build.runtime.speculation.kinds import SPECULATORS, speculator_kind
 
-        if speculator == "auto":
-            return available_speculators(self.manifest["graphs"])[0]
-        kind = speculator_kind(speculator, None, self.manifest["graphs"])
+        kind = speculator_kind(speculator, None, engine_graphs(self.path, self.manifest))
         return next((name for name, k in SPECULATORS.items() if k is kind), "none")
 
+    @property
+    def speculators(self) -> list[str]:
+        """Names of all that the engine has the graphs for."""
+        from nemo_build.engines.backends import engine_graphs
+        from nemo_build.runtime.speculation.kinds import available_speculators
 
-def machine() -> Mapping[str, Any]:
-    """What figures of speed depend on beside the engine."""
+        return available_speculators(engine_graphs(self.path, self.manifest))
+
+
+def machine() -> dict[str, Any]:
+    """What figures of speed depend on beside the engine: plain data."""
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": default_threads(),
         "instruction_set": instruction_set() or "best",
-        "gpus": [f"SM {sm}" for sm in gpu_capabilities()],
-        "driver": _driver(),
+        "gpus": _gpus(),
     }
-
-
-def fingerprint() -> str:
-    """Digest of :func:`machine`, 8 hexadecimal digits."""
-    return hashlib.sha256(repr(sorted(machine().items())).encode()).hexdigest()[:8]
 
 
 def _processor() -> str:
@@ -139,7 +147,13 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _driver() -> str:
-    """Version of NVIDIA's kernel module; empty without one."""
-    path = Path("/proc/driver/nvidia/version")
-    return path.read_text(encoding="utf-8").splitlines()[0] if path.is_file() else ""
+def _gpus() -> list[str]:
+    """Name and driver of each GPU, as ``nvidia-smi`` tells; empty if there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []

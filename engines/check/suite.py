@@ -12,8 +12,8 @@ checks:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,18 @@ class Suite:
             raise UserError(f"{path} is no suite of checks:", problems)
         return suite
 
+    def only(self, names: Sequence[str]) -> Suite:
+        """Some of its checks, in its order.
+
+        Raises:
+            UserError: It has no such check; all that it has not are named.
+        """
+        known = [p.name for p in self.checks]
+        problems = [_unknown(n, known, "check") for n in names if n not in known]
+        if problems:
+            raise UserError(f"{self.path} lacks what is asked for:", problems)
+        return replace(self, checks=tuple(p for p in self.checks if p.name in names))
+
 
 def _parse(content: Any, problems: list[str]) -> tuple[tuple[Planned, ...], tuple[str, ...]]:
     if not isinstance(content, Mapping) or not isinstance(content.get("checks"), Mapping):
@@ -107,11 +119,9 @@ def _planned(name: str, given: Any, problems: list[str]) -> Planned | None:
         if k in known and not _fits(v, known[k].default)
     ]
     problems += unknown + wrong
-    return (
-        None
-        if unknown or wrong
-        else Planned(name, kind, settings(**{k: _as(v, known[k].default) for k, v in values.items()}))
-    )
+    if unknown or wrong:
+        return None
+    return Planned(str(name), kind, settings(**{k: _as(v, known[k].default) for k, v in values.items()}))
 
 
 def _fits(value: Any, default: Any) -> bool:

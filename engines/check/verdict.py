@@ -8,6 +8,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from nemo_build.engines.check.plain import plain
+
+FORMAT = 1
+"""Version of :meth:`Verdict.to_json`."""
+
 
 class Status(StrEnum):
     """The outcome of a figure, of a check, or of all of them."""
@@ -126,5 +131,6 @@ class Verdict:
         return EXIT_CODES[self.status]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, as the published schema says."""
-        return asdict(self)
+        """Plain data, as ``report.schema.json`` says."""
+        found: dict[str, Any] = plain({"format": FORMAT, "exit_code": self.exit_code, **asdict(self)})
+        return found

@@ -5,10 +5,12 @@ A module defines
 
 - ``NAME``;
 - ``Settings``: a frozen dataclass, subclass of :class:`Settings`, whose fields all have defaults;
+- ``MEASURED``: the settings that what is measured depends on; with other ones, a record is of no use;
 - ``NEEDS_BASELINE``: whether nothing can be said without what was recorded;
+- ``HARDWARE``: whether what is measured depends on the machine, so that records of other machines are of no use;
 - ``measure(subject, settings) -> dict``: plain data, which ``--record`` keeps;
 - ``judge(now, before, settings) -> Judgement``: `before` is what was recorded of the same check, or ``None``;
-- optionally ``UNLIKE_HARDWARE``: that figures of other machines are of no use (``True`` for speed).
+- ``summary(found) -> dict``: the main figures of what was measured, as numbers, which histories show.
 
 ``measure`` raises :class:`Skip` where it cannot be made here, with the reason.
 """
@@ -44,12 +46,14 @@ class Judgement:
         figures: What was judged; the check's outcome is the worst of theirs.
         causes: What it is likely to come from.
         details: Data for plots, as plain data.
+        where: Part of a name, for example of a layer, that changes are looked for in first.
     """
 
     headline: str
     figures: list[Figure]
     causes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
 
 
 @cache

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``provenance``: the engine's files are what its manifest says, and what it was made of is what was recorded."""
+"""``provenance``: the engine's files are what its manifest says, and what it was made of is what was recorded.
+
+Licences are those that the packages that nemo-build needs at run time declare, as installed here.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from nemo_build.bundle import sha256_file
@@ -14,7 +19,9 @@ from nemo_build.engines.check.subject import Subject
 from nemo_build.engines.check.verdict import Figure, Status
 
 NAME = "provenance"
+MEASURED = ()
 NEEDS_BASELINE = False
+HARDWARE = False
 
 
 @dataclass(frozen=True)
@@ -22,48 +29,78 @@ class Settings(Base):
     """What may differ from what was recorded.
 
     Attributes:
-        same_checkpoint: Whether the engine must be of the checkpoint that was recorded.
+        same_checkpoint: Whether the engine must be of the checkpoint, and of the drafters, that were recorded.
         same_texts: Whether tokenizer, template and generation defaults must be the same to the byte.
+        same_licences: Whether the licence of a package may not change, nor a package come with none.
     """
 
     same_checkpoint: bool = False
     same_texts: bool = True
+    same_licences: bool = True
 
 
 def measure(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """Digests of what the engine was made of, and which files are not what the manifest says."""
+    """Digests of what the engine was made of, which files are not what the manifest says, and licences."""
     manifest = subject.manifest
     damaged = [
-        name
-        for name, digest in manifest["weights"]["files"].items()
-        if sha256_file(subject.path / name) != digest
+        n for n, digest in manifest["weights"]["files"].items() if sha256_file(subject.path / n) != digest
     ]
+    inputs = manifest.get("inputs", {})
+    digests = {"checkpoint": inputs.get("checkpoint_digest", "unknown"), **inputs.get("drafter_digests", {})}
     return {
-        "checkpoint": str(manifest["inputs"]["checkpoint_digest"])[:16],
+        "inputs": {name: str(digest)[:16] for name, digest in digests.items()},
         "texts": {name: digest[:16] for name, digest in sorted(manifest["files"].items())},
+        "licences": licences(),
         "damaged": damaged,
     }
 
 
+def summary(found: Mapping[str, Any]) -> dict[str, float]:
+    """Nothing is a number."""
+    return {}
+
+
 def judge(now: Mapping[str, Any], before: Mapping[str, Any] | None, settings: Settings) -> Judgement:
     """Compare."""
-    figures = [
-        Figure(
-            "damaged files",
-            Status.BROKEN if now["damaged"] else Status.PASS,
-            ", ".join(now["damaged"]) or "none",
-            limit="none",
-        )
-    ]
+    damaged = ", ".join(now["damaged"])
+    status = Status.BROKEN if damaged else Status.PASS
+    figures = [Figure("damaged files", status, damaged or "none", limit="none")]
     if before is not None:
-        same = now["checkpoint"] == before["checkpoint"]
-        status = Status.PASS if same or not settings.same_checkpoint else Status.REGRESS
-        limit = "as recorded" if settings.same_checkpoint else "any"
-        figures.append(Figure("checkpoint", status, now["checkpoint"], before["checkpoint"], limit))
-        names = sorted({*now["texts"], *before["texts"]}) if settings.same_texts else []
-        for name in names:
-            value, old = now["texts"].get(name, "absent"), before["texts"].get(name, "absent")
-            status = Status.PASS if value == old else Status.REGRESS
-            figures.append(Figure(name, status, value, old, "as recorded"))
+        for section, strict in (
+            ("inputs", settings.same_checkpoint),
+            ("texts", settings.same_texts),
+            ("licences", settings.same_licences),
+        ):
+            figures += _compared(now[section], before[section], strict)
     wrong = [f.name for f in figures if f.status is not Status.PASS]
-    return Judgement(f"not as it should be: {', '.join(wrong)}" if wrong else "as recorded", figures)
+    licences_changed = [f for f in figures if f.name in now["licences"] and f.status is not Status.PASS]
+    causes = [f"the licence of {f.name} was {f.baseline}, is {f.value}" for f in licences_changed]
+    return Judgement(
+        f"not as it should be: {', '.join(wrong)}" if wrong else "as it should be", figures, causes
+    )
+
+
+def licences() -> dict[str, str]:
+    """By package that nemo-build needs at run time, the licence that it declares; ``unknown`` if none."""
+    found = {}
+    for line in metadata.requires("nemo-build") or ():
+        name = re.split(r"[\s<>=!~;\[(]", line, maxsplit=1)[0]
+        if "extra ==" in line:
+            continue
+        try:
+            about: Any = metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue
+        trove = [c.split(" :: ")[-1] for c in about.get_all("Classifier") or () if c.startswith("License ::")]
+        declared = about.get("License-Expression") or ", ".join(trove) or about.get("License") or "unknown"
+        found[name] = declared.strip().splitlines()[0][:80]
+    return found
+
+
+def _compared(now: Mapping[str, str], before: Mapping[str, str], strict: bool) -> list[Figure]:
+    figures = []
+    for name in sorted({*now, *before}):
+        value, old = now.get(name, "absent"), before.get(name, "absent")
+        status = Status.REGRESS if strict and value != old else Status.PASS
+        figures.append(Figure(name, status, value, old, "as recorded" if strict else "any"))
+    return figures

@@ -10,12 +10,14 @@ from typing import Any
 
 from nemo_build.engines.check.checks import Judgement
 from nemo_build.engines.check.checks import Settings as Base
-from nemo_build.engines.check.structure import structure_of
+from nemo_build.engines.check.structure import form_of, structure_of
 from nemo_build.engines.check.subject import Subject
 from nemo_build.engines.check.verdict import Figure, Status
 
 NAME = "structure"
+MEASURED = ()
 NEEDS_BASELINE = True
+HARDWARE = False
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,13 @@ class Settings(Base):
     Attributes:
         allow: Patterns of ``SECTION/NAME`` that may change, for example ``versions/*`` or ``tensors/mtp.*``. A pattern
             that matches nothing of the engine is a mistake, and is told.
+        contents: Whether the contents of weights must be the same too, not only their format and shape: of a fine-tune
+            they are not, of a rebuild they are.
         most_shown: Changes that are listed.
     """
 
     allow: tuple[str, ...] = ("versions/*",)
+    contents: bool = True
     most_shown: int = 20
 
 
@@ -37,29 +42,25 @@ def measure(subject: Subject, settings: Settings) -> dict[str, Any]:
     return structure_of(subject)
 
 
+def summary(found: Mapping[str, Any]) -> dict[str, float]:
+    """Nothing is a number."""
+    return {}
+
+
 def judge(now: Mapping[str, Any], before: Mapping[str, Any] | None, settings: Settings) -> Judgement:
     """Compare name by name."""
-    was = before or {}
-    places = [(s, n) for s in sorted({*now, *was}) for n in sorted({*now.get(s, {}), *was.get(s, {})})]
-    changed = [(s, n) for s, n in places if before and now.get(s, {}).get(n) != was.get(s, {}).get(n)]
-    names = [f"{s}/{n}" for s, n in places]
+    mine = _entries(now, settings)
+    recorded = _entries(before or now, settings)
+    names = sorted({*mine, *recorded})
     dead = [p for p in settings.allow if not fnmatch.filter(names, p)]
-    allowed = [(s, n) for s, n in changed if any(fnmatch.fnmatchcase(f"{s}/{n}", p) for p in settings.allow)]
-    forbidden = [c for c in changed if c not in allowed]
+    changed = [n for n in names if mine.get(n) != recorded.get(n)]
+    allowed = [n for n in changed if any(fnmatch.fnmatchcase(n, p) for p in settings.allow)]
+    forbidden = [n for n in changed if n not in allowed]
     figures = [
-        Figure(
-            f"{s}/{n}",
-            Status.REGRESS,
-            now.get(s, {}).get(n, "absent"),
-            was.get(s, {}).get(n, "absent"),
-            "as recorded",
-        )
-        for s, n in forbidden[: settings.most_shown]
+        Figure(n, Status.REGRESS, mine.get(n, "absent"), recorded.get(n, "absent"), "as recorded")
+        for n in forbidden[: settings.most_shown]
     ]
-    figures += [
-        Figure(pattern, Status.BROKEN, "matches nothing", limit="patterns match something")
-        for pattern in dead
-    ]
+    figures += [Figure(p, Status.BROKEN, "matches nothing", limit="patterns match something") for p in dead]
     figures.append(
         Figure(
             "changes",
@@ -67,7 +68,15 @@ def judge(now: Mapping[str, Any], before: Mapping[str, Any] | None, settings: Se
             len(forbidden),
             0,
             "none but those allowed",
-            f"{len(allowed)} allowed" if allowed else "",
+            f"allowed: {', '.join(allowed[: settings.most_shown])}" if allowed else "",
         )
     )
-    return Judgement(f"{len(forbidden)} of {len(places)} entries changed that must not", figures)
+    return Judgement(f"{len(forbidden)} of {len(names)} entries changed that must not", figures)
+
+
+def _entries(found: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Values by ``SECTION/NAME``; without digests of weights if their contents may change."""
+    flat = {f"{section}/{name}": value for section, values in found.items() for name, value in values.items()}
+    if settings.contents:
+        return flat
+    return {n: form_of(v) if n.startswith("tensors/") else v for n, v in flat.items()}
