@@ -40,7 +40,7 @@ from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
 from nemo_build.engines.trt.forms import WeightTable, forms
 from nemo_build.engines.trt.lowering import lower, lowered_states
 from nemo_build.engines.trt.phases import EXPERT_ROWS, PREFILL, Phase
-from nemo_build.engines.weights import PlacedWeight, place, point_at, write_packed
+from nemo_build.engines.weights import place, point_at, write_packed
 from nemo_build.errors import UserError
 from nemo_build.spec import ModelSpec
 from nemo_build.state import StateSpec
@@ -94,17 +94,14 @@ class Compiling:
         self, directory: Path, out: Path, digests: list[str], progress: BuildProgress | None
     ) -> Written:
         """Compile the graphs. Logs of failed ones stay beside `out`."""
-        placed = place(self._table.weights.values())
-        total = sum(p.weight.nbytes for p in placed)
-        require_space(out.parent, total + self.plan.weights_file)
+        largest = max(sum(self._table.weights[n].nbytes for n in g.weights()) for g in self._graphs)
+        require_space(out.parent, largest + self.plan.weights_file)
         folder = directory / FOLDER
         folder.mkdir()
-        report = progress.start("writing weights", total) if progress else None
-        write_packed(placed, self._inputs.folder, folder / _WEIGHTS_FILE, report)
-        graphs = {g.name: self._compile(g, placed, directory, out, progress) for g in self._graphs}
+        graphs = {g.name: self._compile(g, directory, out, progress) for g in self._graphs}
         shutil.rmtree(folder)
         files = {entry["file"]: entry["sha256"] for entry in graphs.values()}
-        return Written(graphs, files, {p.weight.name: describe(p.weight) for p in placed})
+        return Written(graphs, files, {name: describe(w) for name, w in self._table.weights.items()})
 
     def _lower(self, compute: int) -> list[Lowered]:
         """All graphs in all phases."""
@@ -133,13 +130,16 @@ class Compiling:
     def _compile(
         self,
         graph: Lowered,
-        placed: Sequence[PlacedWeight],
         directory: Path,
         out: Path,
         progress: BuildProgress | None,
     ) -> dict[str, Any]:
-        """Compile one graph; returns what the manifest says of it."""
+        """Write the weights of one graph and compile it; returns what the manifest says of it."""
         folder, plan = directory / FOLDER, directory / f"{graph.name}.engine"
+        placed = place(self._table.weights[name] for name in graph.weights())
+        total = sum(p.weight.nbytes for p in placed)
+        report = progress.start(f"writing weights of {graph.name}", total) if progress else None
+        write_packed(placed, self._inputs.folder, folder / _WEIGHTS_FILE, report)
         point_at(graph.model, placed, _WEIGHTS_FILE)
         profile = profile_of(graph.shapes(), graph.phase)
         job = Job(
@@ -151,8 +151,6 @@ class Compiling:
             profile,
             environment=environment(),
         )
-        sizes = {p.weight.name: p.weight.nbytes for p in placed}
-        total = sum(sizes[name] for name in graph.weights())
         report = progress.start(f"compiling {graph.name}", total) if progress else None
         entry, _ = compile_graph(graph, job, report)
         require_sms(plan, self._sms)

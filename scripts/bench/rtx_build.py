@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -51,9 +52,7 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="rtx_build.", dir=arguments.work))
     out = arguments.out or (None if arguments.pattern else RESULTS)
     try:
-        lowered, placed, seconds = prepare(arguments, work)
-        for phase, model in lowered.items():
-            point_at(model, placed, "weights.bin")
+        for phase, model, placed, seconds in prepare(arguments, work):
             result = measure(arguments, work, phase, model, placed)
             result["preparing_seconds"] = seconds
             name = f"{arguments.target}, {arguments.format}, {phase.name}"
@@ -88,25 +87,27 @@ def gpus(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 def prepare(
     arguments: argparse.Namespace, work: Path
-) -> tuple[dict[Phase, onnx.ModelProto], list[PlacedWeight], dict[str, float]]:
-    """The phases' graphs, and below `work` the weights that they share; and how long that took."""
+) -> Iterator[tuple[Phase, onnx.ModelProto, list[PlacedWeight], dict[str, float]]]:
+    """Each phase's graph with its weights, which lie below `work` until the next; and how long that took."""
     checkpoint, bundle = work / "checkpoint", work / "bundle"
     pattern = ["--pattern", arguments.pattern] if arguments.pattern else []
     command = [sys.executable, str(SYNTHETIC), "--format", arguments.format, *pattern, str(checkpoint)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     export_bundle(checkpoint, bundle)
-    begin = time.monotonic()
     model = onnx.load(bundle / "target.onnx", load_external_data=False)
-    table = WeightTable(stored_tensors([model]), gpus(arguments))
-    phases = phases_of(arguments.sequences, arguments.context, tuple(arguments.phases.split(",")))
-    lowered = {phase: lower(model, phase, table) for phase in phases}
-    placed = place(table.weights.values())
-    lowering = time.monotonic() - begin
-    require_room(work, sum(p.weight.nbytes for p in placed))
-    begin = time.monotonic()
-    fill(placed, work / "weights.bin")
-    writing = time.monotonic() - begin
-    return lowered, placed, {"lowering": round(lowering, 1), "random weights": round(writing, 1)}
+    tensors = stored_tensors([model])
+    for phase in phases_of(arguments.sequences, arguments.context, tuple(arguments.phases.split(","))):
+        begin = time.monotonic()
+        table = WeightTable(tensors, gpus(arguments))
+        lowered = lower(model, phase, table)
+        placed = place(table.weights.values())
+        point_at(lowered, placed, "weights.bin")
+        lowering = time.monotonic() - begin
+        require_room(work, sum(p.weight.nbytes for p in placed))
+        begin = time.monotonic()
+        fill(placed, work / "weights.bin")
+        writing = time.monotonic() - begin
+        yield phase, lowered, placed, {"lowering": round(lowering, 1), "random weights": round(writing, 1)}
 
 
 def measure(

@@ -7,7 +7,9 @@ A module defines, for a :class:`Matrix`,
 - ``MIN_SM``: the oldest GPU that has its type;
 - ``fits(columns) -> bool``: whether rows of that many columns can have it;
 - ``tensors(matrix, compute) -> list[Weight]``: what goes into the weights' file;
-- ``emit(c, matrix, dtype) -> str``: nodes that give the weight ``[N, K]`` or ``[E, N, K]`` in an ONNX type;
+- ``emit(c, matrix, dtype) -> str``: nodes that give the weight ``[N, K]`` or ``[E, N, K]`` in an ONNX type, or with its
+  last two dimensions the other way round;
+- ``TURNS``: whether it can lie that way;
 - ``round_input(c, x, scale) -> str``, of forms whose products round their inputs too: float32 in, float32 out.
 
 What is stored in a format that the form keeps has its tensor-wide scales in a factor of the results: codes and block
@@ -74,6 +76,8 @@ class Matrix:
         form: Name of the form.
         stacked: Whether the constant has a dimension for experts.
         factor: Name of what results are multiplied by, float32 ``[1]`` or ``[E]``; empty for one.
+        turned: Whether it lies as ``[K, N]``. A product of matrices takes it like that; the compiler would turn a
+            constant that lies otherwise, in a copy that it keeps until the end.
     """
 
     name: str
@@ -81,6 +85,11 @@ class Matrix:
     form: str
     stacked: bool
     factor: str = ""
+    turned: bool = False
+
+    def part(self, name: str) -> str:
+        """Name of one of its constants."""
+        return f"{self.name}.{name}.turned" if self.turned else f"{self.name}.{name}"
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -90,7 +99,7 @@ class Matrix:
     @property
     def axis(self) -> int:
         """The dimension of the columns."""
-        return len(self.lead) + 1
+        return len(self.lead) + (not self.turned)
 
     @property
     def rows(self) -> int:
@@ -122,8 +131,9 @@ class RowsWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``[N, columns]``, with a dimension for experts before it if there are any."""
-        return (*self.matrix.lead, self.matrix.rows, self.columns)
+        """``[N, columns]``, or turned, with a dimension for experts before it if there are any."""
+        sides = (self.matrix.rows, self.columns)
+        return (*self.matrix.lead, *(reversed(sides) if self.matrix.turned else sides))
 
     @property
     def nbytes(self) -> int:
@@ -143,11 +153,29 @@ class RowsWeight:
         return {"dtype": self.dtype, "format": self.form, "shape": list(self.shape)}
 
     def chunks(self, folder: Path) -> Iterator[NDArray[np.uint8]]:
-        """A piece of rows at a time."""
+        """A piece of rows at a time; of a turned one, a projection."""
         for projection in self.matrix.projections:
-            for first, count in projection.row_chunks():
-                stored = projection.read_rows(folder, first, count)
-                yield np.ascontiguousarray(self.encode(projection, stored, folder)).reshape(-1).view(np.uint8)
+            pieces = (
+                np.ascontiguousarray(
+                    self.encode(projection, projection.read_rows(folder, first, count), folder)
+                )
+                .reshape(-1)
+                .view(np.uint8)
+                for first, count in projection.row_chunks()
+            )
+            if not self.matrix.turned:
+                yield from pieces
+            else:
+                yield _turn(np.concatenate(list(pieces)), self.matrix.rows, self.bits)
+
+
+def _turn(rows: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.uint8]:
+    """Bytes of a matrix of so many rows, values of so many bits, as those of its transpose."""
+    if bits == 4:
+        codes = np.stack([rows & 15, rows >> 4], axis=-1).reshape(count, -1).T
+        return np.ascontiguousarray(codes[:, 0::2] | codes[:, 1::2] << 4).reshape(-1)
+    values_ = rows.view(f"u{bits // 8}").reshape(count, -1)
+    return np.ascontiguousarray(values_.T).reshape(-1).view(np.uint8)
 
 
 class ScalarWeight(ScaleWeight):
@@ -198,13 +226,23 @@ class WeightTable:
         self._compute = compute
         self._rounds = rounds
 
-    def matrix(self, name: str, projections: Sequence[StoredProjection], *, stacked: bool) -> Matrix:
-        """The constant of some projections; the same for a name that was met before."""
+    def matrix(
+        self, name: str, projections: Sequence[StoredProjection], *, stacked: bool, multiplied: bool = False
+    ) -> Matrix:
+        """The constant of some projections; the same for a name that was met before.
+
+        Args:
+            name: The weight's name in the checkpoint, that of the first expert's apart.
+            projections: One, or one an expert.
+            stacked: Whether the constant has a dimension for experts.
+            multiplied: Whether products of matrices take it, so that it had better be turned.
+        """
         first = projections[0]
         form = self._form(name, first)
+        turned = multiplied and forms()[form].TURNS and first.rows % 2 == 0
         is_scaled = form in ("fp8", "nvfp4")
         factor = f"{name}.{form}.factor" if is_scaled else ""
-        matrix = Matrix(name, tuple(projections), form, stacked, factor)
+        matrix = Matrix(name, tuple(projections), form, stacked, factor, turned)
         added: list[Weight] = matrix.module.tensors(matrix, self._compute)
         if is_scaled:
             scale = getattr(matrix.module, "factor", StoredProjection.scale)
@@ -231,19 +269,22 @@ class WeightTable:
 
     def multiply(self, c: Context, x: str, matrix: Matrix, input_scale: str = "") -> str:
         """``x @ W^T`` in float32, of `x` float32 ``[..., K]``; `input_scale` is what `x` is rounded with, if at all."""
-        last = (0, 2, 1) if matrix.stacked else (1, 0)
+
+        def columns(dtype: int) -> str:
+            weight: str = matrix.module.emit(c, matrix, dtype)
+            return (
+                weight if matrix.turned else c.g.transpose(weight, *((0, 2, 1) if matrix.stacked else (1, 0)))
+            )
+
         if input_scale and self.rounds(matrix):
-            rounded = matrix.module.round_input(c, x, input_scale)
-            weight = matrix.module.emit(c, matrix, FLOAT)
-            y = c.g.op("MatMul", rounded, c.g.transpose(weight, *last))
+            y = c.g.op("MatMul", matrix.module.round_input(c, x, input_scale), columns(FLOAT))
         elif matrix.form == "nvfp4" and c.phase.name == DECODE:
             # A product of matrices would decode the whole weight into memory in every step; this is one kernel.
             weight = c.to_float(matrix.module.emit(c, matrix, c.compute))
             products = c.g.op("Mul", c.g.unsqueeze(x, -2), weight)
             y = c.g.op("ReduceSum", products, c.g.ints(-1), keepdims=0)
         else:
-            weight = matrix.module.emit(c, matrix, c.compute)
-            y = c.to_float(c.g.op("MatMul", c.to_compute(x), c.g.transpose(weight, *last)))
+            y = c.to_float(c.g.op("MatMul", c.to_compute(x), columns(c.compute)))
         if not matrix.factor:
             return y
         factor = c.g.reshape(matrix.factor, -1, 1, 1) if matrix.stacked else matrix.factor

@@ -13,6 +13,7 @@ from nemo_build.engines.weights import Weight
 
 NAME = "fp8"
 MIN_SM = 89
+TURNS = False
 
 
 def fits(columns: int) -> bool:

@@ -22,6 +22,7 @@ from nemo_build.errors import CheckpointError
 
 NAME = "int4"
 MIN_SM = 80
+TURNS = True
 
 _BLOCKS = (64, 32)
 _LARGEST = np.float32(7)
@@ -73,13 +74,13 @@ def tensors(matrix: Matrix, compute: int) -> list[Weight]:
 
     columns = matrix.columns
     return [
-        RowsWeight(f"{matrix.name}.int4.codes", "I4", NAME, matrix, columns, 4, part(0)),
-        RowsWeight(f"{matrix.name}.int4.scales", dtype, NAME, matrix, columns // block, bits, part(1)),
+        RowsWeight(matrix.part("int4.codes"), "I4", NAME, matrix, columns, 4, part(0)),
+        RowsWeight(matrix.part("int4.scales"), dtype, NAME, matrix, columns // block, bits, part(1)),
     ]
 
 
 def emit(c: Context, matrix: Matrix, dtype: int) -> str:
     """The values, in the type of the scales, which is the one that is multiplied in."""
-    codes, scales = f"{matrix.name}.int4.codes", f"{matrix.name}.int4.scales"
+    codes, scales = matrix.part("int4.codes"), matrix.part("int4.scales")
     block = block_of(matrix.columns)
     return c.g.op("DequantizeLinear", codes, scales, axis=matrix.axis, block_size=block)

@@ -20,6 +20,7 @@ from nemo_build.plugins.codecs import nvfp4 as codec
 
 NAME = "nvfp4"
 MIN_SM = 120
+TURNS = True
 
 
 def fits(columns: int) -> bool:
@@ -41,10 +42,8 @@ def tensors(matrix: Matrix, compute: int) -> list[Weight]:
 
     columns = matrix.columns
     return [
-        RowsWeight(f"{matrix.name}.nvfp4.codes", "F4_E2M1", NAME, matrix, columns, 4, part(0)),
-        RowsWeight(
-            f"{matrix.name}.nvfp4.scales", "F8_E4M3", NAME, matrix, columns // codec.BLOCK, 8, part(1)
-        ),
+        RowsWeight(matrix.part("nvfp4.codes"), "F4_E2M1", NAME, matrix, columns, 4, part(0)),
+        RowsWeight(matrix.part("nvfp4.scales"), "F8_E4M3", NAME, matrix, columns // codec.BLOCK, 8, part(1)),
     ]
 
 
@@ -58,8 +57,8 @@ def factor(projection: StoredProjection, folder: Path) -> float:
 
 def emit(c: Context, matrix: Matrix, dtype: int) -> str:
     """Codes times block scales; the factor is not in them."""
-    scales = c.g.op("DequantizeLinear", f"{matrix.name}.nvfp4.scales", one(c, dtype))
-    codes = f"{matrix.name}.nvfp4.codes"
+    scales = c.g.op("DequantizeLinear", matrix.part("nvfp4.scales"), one(c, dtype))
+    codes = matrix.part("nvfp4.codes")
     return c.g.op("DequantizeLinear", codes, scales, axis=matrix.axis, block_size=codec.BLOCK)
 
 

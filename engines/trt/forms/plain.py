@@ -17,6 +17,7 @@ from nemo_build.engines.weights import CopiedWeight, Weight
 
 NAME = "plain"
 MIN_SM = 80
+TURNS = False
 
 _NUMPY = {"BF16": (ml_dtypes.bfloat16, 16), "F32": (np.float32, 32)}
 

@@ -55,7 +55,7 @@ def _matrices(c: Context, node: onnx.NodeProto) -> list[tuple[Matrix, str]]:
         scales = columns.pop() if is_rounded else []
         stored = [StoredProjection.of([c.weights.tensors[p[e]] for p in columns]) for e in range(count)]
         name = columns[0][0].replace(".experts.0.", ".experts.")
-        matrix = c.weights.matrix(name, stored, stacked=True)
+        matrix = c.weights.matrix(name, stored, stacked=True, multiplied=c.phase.name != DECODE)
         scale = ""
         if scales and c.phase.name != DECODE and c.weights.rounds(matrix):
             scale = c.weights.largest(f"{name}.input_scale", [c.weights.tensors[s] for s in scales])
