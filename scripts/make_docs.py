@@ -79,6 +79,7 @@ def benchmarks_page() -> str:
         "serving": _serving_section,
         "serving_demo": _serving_section,
         "cpu_ops": _cpu_ops_section,
+        "rtx_build": _rtx_build_section,
         "scheduler": _scheduler_section,
         "speculation": _speculation_section,
         "speculation_cost": _speculation_cost_section,
@@ -230,6 +231,23 @@ def _cpu_ops_section(record: dict[str, Any]) -> str:
         notes = [f"{name}: {note}" for name, note in record["notes"].get(op, {}).items()]
         parts.append("\n".join(rows) + ("\n\n" + "; ".join(notes) + "." if notes else "") + "\n")
     return "\n".join(parts)
+
+
+def _rtx_build_section(record: dict[str, Any]) -> str:
+    rows = [
+        f"| {name} | {r['seconds']:.0f} s | {r['peak_anonymous_bytes'] / 1e9:.1f} GB "
+        f"| {r['plan_bytes'] / 1e9:.2f} GB | {r['scratch_bytes'] / 1e9:.2f} GB |"
+        for name, r in sorted(record["results"].items())
+    ]
+    return (
+        "## TensorRT-RTX builds of the full size\n\n"
+        f"TensorRT-RTX {record['tensorrt_rtx']}, Nemotron 3.5 Lightning's shape (52 layers) with random weights, on a "
+        f"machine with 2 cores, 24 GB and no GPU (`{record['command']} --target NAME`). Targets, formats of the "
+        "checkpoint, phase; time and peak anonymous memory of one plan's build; scratch memory is what the plan asks "
+        "for on a device. For GPUs without FP4 all projections become INT4 in one plan for both; such a plan for "
+        "prompts takes about twice its weights to build, more than that machine has.\n\n"
+        "| | time | memory | plan | scratch |\n|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
 
 
 def _scheduler_section(record: dict[str, Any]) -> str:

@@ -161,7 +161,10 @@ def _follow(process: subprocess.Popen[bytes], told: object, progress: Progress |
 def _require_success(job: Job, last: Mapping[str, Any], code: int) -> None:
     hint = f"The compiler's messages are in {job.log}."
     if code < 0:
-        how = f"signal {-code}" + (", as when memory runs out" if code == -9 else "")
+        how = f"signal {-code}"
+        if code == -9:
+            how += ", as when memory runs out"
+            hint = f"It takes up to 2.2 times a plan's weights; --phases decode needs less. {hint}"
         raise UserError(
             f"{job.library.title} ended its process while it built {job.out.stem}: {how}.", hint=hint
         )
