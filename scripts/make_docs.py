@@ -80,6 +80,7 @@ def benchmarks_page() -> str:
         "serving_demo": _serving_section,
         "cpu_ops": _cpu_ops_section,
         "rtx_build": _rtx_build_section,
+        "triton": _triton_section,
         "scheduler": _scheduler_section,
         "speculation": _speculation_section,
         "speculation_cost": _speculation_cost_section,
@@ -247,6 +248,27 @@ def _rtx_build_section(record: dict[str, Any]) -> str:
         "for on a device. For GPUs without FP4 all projections become INT4 in one plan for both; such a plan for "
         "prompts takes about twice its weights to build, more than that machine has.\n\n"
         "| | time | memory | plan | scratch |\n|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _triton_section(record: dict[str, Any]) -> str:
+    names = list(record["cases"][0]["iteration_ms"])
+    rows = []
+    for case in record["cases"]:
+        base = case["iteration_ms"]["runtime"]
+        cells = [
+            f"{ms:.2f} (+{ms - base:.2f})" for name, ms in case["iteration_ms"].items() if name != "runtime"
+        ]
+        rows.append(f"| {case['drafts']} | {case['streams']} | {base:.2f} | {' | '.join(cells)} |")
+    return (
+        "## Triton Inference Server\n\n"
+        f"An iteration of the scheduler in milliseconds, and how much more that is than the runtime's alone: "
+        f"{record['cores']} cores ({record['cpu']}), {record['date']}, `{record['command']}`, medians of "
+        f"{record['rounds']} rounds, demo engine, greedy, whose steps take almost no time by themselves. *Steps*: draft, "
+        "verify and accept are models of their own; *stream*: clients get every token by itself.\n\n"
+        f"| drafts | at a time | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}\n"
+        + "\n".join(rows)
+        + "\n"
     )
 
 

@@ -16,16 +16,17 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 def to_rows(rows: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Rows as ``[R, longest]``, at least one column, filled up with -1."""
-    out = np.full((len(rows), max([1, *map(len, rows)])), NOTHING, np.int32)
+    """Rows counted: ``[R, 1 + longest]``, each its length and then its numbers, filled up with -1."""
+    out = np.full((len(rows), 1 + max([0, *map(len, rows)])), NOTHING, np.int32)
     for place, row in zip(out, rows, strict=True):
-        place[: len(row)] = row
+        place[0] = len(row)
+        place[1 : 1 + len(row)] = row
     return out
 
 
-def from_rows(array: NDArray[Any], lengths: Sequence[int]) -> list[list[int]]:
+def from_rows(array: NDArray[Any]) -> list[list[int]]:
     """The inverse of :func:`to_rows`."""
-    return [row[:n] for row, n in zip(array.tolist(), lengths, strict=True)]
+    return [row[1 : 1 + row[0]] for row in array.tolist()]
 
 
 def pack(arrays: Tensors) -> NDArray[np.object_]:

@@ -25,9 +25,9 @@ from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposa
 from nemo_build.runtime.speculation.rounds import Drafts, Speculation
 from nemo_build.runtime.steps import Computed, Row, RowRunner, StateLostError
 from nemo_build.state import StateSpec
-from nemo_build.triton_repo.arrays import Tensors, pack, to_rows, unpack
+from nemo_build.triton_repo.arrays import Tensors, from_rows, pack, to_rows, unpack
 from nemo_build.triton_repo.stages import describe
-from nemo_build.triton_repo.tensors import NOTHING, UNUSABLE, ensemble
+from nemo_build.triton_repo.tensors import UNUSABLE, ensemble
 
 _MOST_REPAIRS = 3
 """Times in a row that models are started again before their failure is an error of the requests."""
@@ -249,11 +249,11 @@ class RemoteRunner(RowRunner):
         start = time.perf_counter()
         found = self._step(rows)
         seconds = time.perf_counter() - start
-        drafts = self._drafts(rows, found)
+        drafts = from_rows(found["DRAFT"]) if "DRAFT" in found else [[] for _ in rows]
         made = [with_drafts(row, d) for row, d in zip(rows, drafts, strict=True)]
         output = StepOutput(np.empty((0, 0), np.float32))
-        tokens = [[t for t in row if t != NOTHING] for row in found["CHOSEN"].tolist()]
-        return Chosen(made, output, seconds, tokens, found["ACCEPTED_DRAFTS"].tolist())
+        chosen = found["CHOSEN"]
+        return Chosen(made, output, seconds, from_rows(chosen[:, 1:]), chosen[:, 0].tolist())
 
     def choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
         """As of the base class."""
@@ -270,18 +270,18 @@ class RemoteRunner(RowRunner):
             self._let_choose(row.request)
         fed = [row.tokens[: len(row.tokens) - len(row.drafts.tokens)] for row in rows]
         inputs = {
-            "SLOT": _column(row.request.slot for row in rows),
+            "ROWS": np.array(
+                [
+                    (r.request.slot, r.request.fed, r.request.uncommitted, r.wanted > 0, r.request.watched)
+                    for r in rows
+                ],
+                np.int32,
+            ),
             "TOKENS": to_rows(fed),
-            "LENGTHS": _column(map(len, fed)),
-            "PAST": _column(row.request.fed for row in rows),
-            "ACCEPTED": _column(row.request.uncommitted for row in rows),
-            "WANTED": _column(row.wanted > 0 for row in rows),
-            "WATCHED": _column(row.request.watched for row in rows),
         }
         drafter = self._drafter if any(row.request.watched for row in rows) else None
         if drafter is None:
-            nothing = np.zeros((len(rows), 1), np.int32)
-            inputs |= {"DRAFT": nothing, "DRAFT_LENGTHS": nothing[:, 0]}
+            inputs["DRAFT"] = to_rows([[]] * len(rows))
         else:
             inputs |= self._drafting_inputs(rows)
         spec = ensemble(drafter)
@@ -295,12 +295,13 @@ class RemoteRunner(RowRunner):
             else None
             for row in rows
         ]
-        tokens = [[] if k is None else list(k.tokens) for k in known]
+        asked = [
+            (row.request.slot, 0 if k is None else k.past, len(row.drafts.tokens))
+            for row, k in zip(rows, known, strict=True)
+        ]
         return {
-            "KNOWN": to_rows(tokens),
-            "KNOWN_LENGTHS": _column(map(len, tokens)),
-            "KNOWN_PAST": _column(0 if k is None else k.past for k in known),
-            "DRAFTS": _column(len(row.drafts.tokens) for row in rows),
+            "ASKED": np.array(asked, np.int32),
+            "KNOWN": to_rows([[] if k is None else k.tokens for k in known]),
             "PRICE": np.array([self._drafting.price], np.float32),
         }
 
@@ -311,13 +312,3 @@ class RemoteRunner(RowRunner):
             order = {"do": "start", "slot": request.slot, "request": describe(request)}
             self._steps.control("verify", order)
             self._choosing[request.slot] = request
-
-    def _drafts(self, rows: Sequence[Row], found: Tensors) -> list[list[int]]:
-        if "DRAFT" not in found:
-            return [[] for _ in rows]
-        lengths = found["DRAFT_LENGTHS"].tolist()
-        return [row[:n] for row, n in zip(found["DRAFT"].tolist(), lengths, strict=True)]
-
-
-def _column(values: Any) -> NDArray[np.int32]:
-    return np.fromiter(values, np.int32)

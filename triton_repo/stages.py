@@ -26,7 +26,7 @@ from nemo_build.runtime.speculation.base import Committed, DraftRequest, Specula
 from nemo_build.runtime.speculation.rounds import worth_verifying
 from nemo_build.runtime.steps import last_rows
 from nemo_build.triton_repo.arrays import Tensors, from_rows, pack, to_rows, unpack
-from nemo_build.triton_repo.tensors import NOTHING, UNUSABLE
+from nemo_build.triton_repo.tensors import UNUSABLE
 
 Outputs = dict[str, NDArray[Any]]
 
@@ -77,19 +77,18 @@ class Verify:
 
     def run(self, inputs: Tensors) -> Outputs:
         """One step; the state of the rows' slots advances."""
-        lengths, counts = inputs["LENGTHS"].tolist(), inputs["DRAFT_LENGTHS"].tolist()
-        drafts = from_rows(inputs["DRAFT"], counts)
-        fed = [t + d for t, d in zip(from_rows(inputs["TOKENS"], lengths), drafts, strict=True)]
-        slots = inputs["SLOT"].tolist()
-        wanted = [n + 1 if w else 0 for n, w in zip(counts, inputs["WANTED"].tolist(), strict=True)]
+        slots, past, accepted, wants, watched = inputs["ROWS"].T.tolist()
+        drafts = from_rows(inputs["DRAFT"])
+        fed = [t + d for t, d in zip(from_rows(inputs["TOKENS"]), drafts, strict=True)]
+        wanted = [len(d) + 1 if w else 0 for d, w in zip(drafts, wants, strict=True)]
         batch = StepBatch.of_rows(
             fed,
-            past=inputs["PAST"].tolist(),
+            past=past,
             slots=slots,
-            accepted=inputs["ACCEPTED"].tolist(),
+            accepted=accepted,
             logits="none",
         )
-        lean = self._features is None or not inputs["WATCHED"].any()
+        lean = self._features is None or not any(watched)
         output = self._session.step(batch.replace(logit_rows=last_rows(batch, wanted), lean=lean))
         if not lean:
             self._keep(slots, fed, getattr(output, self._kind or ""))
@@ -154,18 +153,18 @@ class Draft:
 
     def run(self, inputs: Tensors) -> Outputs:
         """Take in what was committed, and draft."""
-        slots = inputs["SLOT"].tolist()
-        known = from_rows(inputs["KNOWN"], inputs["KNOWN_LENGTHS"].tolist())
+        slots, starts, counts = inputs["ASKED"].T.tolist()
+        known = from_rows(inputs["KNOWN"])
         rows = [
             self._committed(slot, past, tokens)
-            for slot, past, tokens in zip(slots, inputs["KNOWN_PAST"].tolist(), known, strict=True)
+            for slot, past, tokens in zip(slots, starts, known, strict=True)
             if tokens
         ]
         if rows:
             self._speculator.observe(rows)
         asked = {
             i: DraftRequest(slot, count, self._choosers[slot].for_drafts())
-            for i, (slot, count) in enumerate(zip(slots, inputs["DRAFTS"].tolist(), strict=True))
+            for i, (slot, count) in enumerate(zip(slots, counts, strict=True))
             if count
         }
         price = float(inputs["PRICE"][0])
@@ -173,7 +172,7 @@ class Draft:
         drafts: list[list[int]] = [[] for _ in slots]
         for i, proposal in zip(asked, proposals, strict=True):
             drafts[i] = worth_verifying(proposal, price)
-        return {"DRAFT": to_rows(drafts), "DRAFT_LENGTHS": np.array([len(d) for d in drafts], np.int32)}
+        return {"DRAFT": to_rows(drafts)}
 
     def _observe(self, slot: int, past: int, tokens: list[int]) -> None:
         self._speculator.observe([self._committed(slot, past, tokens)])
@@ -197,14 +196,12 @@ class Accept:
         """How many drafts of each row are what was chosen there."""
         chosen = inputs["TARGET"]
         accepted = []
-        for target, draft, count in zip(
-            chosen.tolist(), inputs["DRAFT"].tolist(), inputs["DRAFT_LENGTHS"].tolist(), strict=True
-        ):
+        for target, draft in zip(from_rows(chosen), from_rows(inputs["DRAFT"]), strict=True):
             n = 0
-            while n < count and target[n] == draft[n] != NOTHING:
+            while n < min(len(draft), len(target)) and target[n] == draft[n]:
                 n += 1
             accepted.append(n)
-        return {"CHOSEN": chosen, "ACCEPTED_DRAFTS": np.array(accepted, np.int32)}
+        return {"CHOSEN": np.column_stack([np.array(accepted, np.int32), chosen])}
 
 
 def answer(stage: Verify | Draft | Accept, inputs: Tensors) -> Outputs:

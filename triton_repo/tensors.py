@@ -5,6 +5,7 @@ A step is one request for all sequences that take part in it. A row is a sequenc
 longest, ``K`` drafts of the one with most. Its steps are ``draft`` (takes in what was committed since, then drafts),
 ``verify`` (runs the target over new tokens and drafts, and chooses a token at each place that asks for one) and
 ``accept`` (how many drafts are what was chosen). Logits, hidden states and state never leave the process they are in.
+Tensors are few, as each costs time in every process it goes through.
 """
 
 from __future__ import annotations
@@ -55,40 +56,27 @@ class EnsembleSpec:
         return list(found.values())
 
 
-def _rows(*names: str) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, "INT32", (-1,)) for name in names)
+def _table(name: str) -> TensorSpec:
+    return TensorSpec(name, "INT32", (-1, -1))
 
 
-SLOT, TOKENS, LENGTHS, PAST, ACCEPTED, WANTED, WATCHED = _STEP = (
-    TensorSpec("SLOT", "INT32", (-1,)),
-    TensorSpec("TOKENS", "INT32", (-1, -1)),
-    *_rows("LENGTHS", "PAST", "ACCEPTED", "WANTED", "WATCHED"),
-)
-"""Of each row: its state slot, new tokens ``[R, L]`` and how many, tokens before them, pending ones to commit, whether
-a token is wanted after the last, and whether the drafter is told of it."""
+ROWS, TOKENS = _STEP = (_table("ROWS"), _table("TOKENS"))
+"""Of each row ``[R, 5]``: its state slot, tokens before the new ones, pending ones to commit, whether a token is wanted
+after the last, and whether the drafter is told of it. Its new tokens, counted: the first number is how many."""
 
-KNOWN, KNOWN_LENGTHS, KNOWN_PAST, DRAFTS, PRICE = _DRAFTING = (
-    TensorSpec("KNOWN", "INT32", (-1, -1)),
-    *_rows("KNOWN_LENGTHS", "KNOWN_PAST", "DRAFTS"),
-    TensorSpec("PRICE", "FP32", (1,)),
-)
-"""Of each row: what was committed since the drafter heard of it, with the token after that, and from which position;
-how many drafts it may have. For all: what a draft must bring to be worth its place (0: nothing)."""
+ASKED, KNOWN, PRICE = _DRAFTING = (_table("ASKED"), _table("KNOWN"), TensorSpec("PRICE", "FP32", (1,)))
+"""Of each row ``[R, 3]``: its state slot, from which position on it has what the drafter has not heard of, and how many
+drafts it may have. What was committed since the drafter heard of it and the token after that, counted. For all: what a
+draft must bring to be worth its place (0: nothing)."""
 
-DRAFT, DRAFT_LENGTHS = _DRAFTED = (
-    TensorSpec("DRAFT", "INT32", (-1, -1)),
-    TensorSpec("DRAFT_LENGTHS", "INT32", (-1,)),
-)
-"""Drafts ``[R, K]`` and how many."""
+DRAFT = _table("DRAFT")
+"""Drafts of each row, counted."""
 
-TARGET = TensorSpec("TARGET", "INT32", (-1, -1))
-"""What the target chose ``[R, K + 1]``, -1 where nothing; a row whose logits are unusable begins with -2."""
+TARGET = _table("TARGET")
+"""What the target chose in each row, counted; a row whose logits are unusable has a single -2."""
 
-CHOSEN, ACCEPTED_DRAFTS = _CHOSEN = (
-    TensorSpec("CHOSEN", "INT32", (-1, -1)),
-    TensorSpec("ACCEPTED_DRAFTS", "INT32", (-1,)),
-)
-"""New tokens of each row ``[R, K + 1]``, -1 behind the last, and how many of them were drafts."""
+CHOSEN = _table("CHOSEN")
+"""How many drafts of each row are what was chosen there, and what was chosen, counted: ``[R, 2 + ...]``."""
 
 CONTROL = TensorSpec("CONTROL", "STRING", (1,), optional=True)
 """Instead of a step: what is to be done with a slot, as JSON."""
@@ -114,18 +102,18 @@ def step_models(drafter: str | None) -> list[ModelSpec]:
     Args:
         drafter: Name of the speculator; ``None``: nothing is drafted.
     """
-    verify = ModelSpec("verify", (*_STEP, *_DRAFTED), (TARGET,))
-    accept = ModelSpec("accept", (*_DRAFTED, TARGET), _CHOSEN)
+    verify = ModelSpec("verify", (*_STEP, DRAFT), (TARGET,))
+    accept = ModelSpec("accept", (DRAFT, TARGET), (CHOSEN,))
     if drafter is None:
         return [verify, accept]
-    return [ModelSpec(f"draft_{drafter}", (SLOT, *_DRAFTING), _DRAFTED), verify, accept]
+    return [ModelSpec(f"draft_{drafter}", _DRAFTING, (DRAFT,)), verify, accept]
 
 
 def ensemble(drafter: str | None) -> EnsembleSpec:
     """The step as one model: ``spec_step_NAME``, or ``plain_step``."""
     name = "plain_step" if drafter is None else f"spec_step_{drafter}"
-    outputs = [s.name for s in (*_CHOSEN, *(_DRAFTED if drafter else ()))]
-    return EnsembleSpec(name, tuple(step_models(drafter)), tuple(outputs))
+    outputs = (CHOSEN.name, DRAFT.name) if drafter else (CHOSEN.name,)
+    return EnsembleSpec(name, tuple(step_models(drafter)), outputs)
 
 
 def with_control(model: ModelSpec) -> ModelSpec:
