@@ -264,8 +264,8 @@ def _triton_section(record: dict[str, Any]) -> str:
         "## Triton Inference Server\n\n"
         f"An iteration of the scheduler in milliseconds, and how much more that is than the runtime's alone: "
         f"{record['cores']} cores ({record['cpu']}), {record['date']}, `{record['command']}`, medians of "
-        f"{record['rounds']} rounds, demo engine, greedy, whose steps take almost no time by themselves. *Steps*: draft, "
-        "verify and accept are models of their own; *stream*: clients get every token by itself.\n\n"
+        f"{record['rounds']} rounds, demo engine, greedy, whose steps take almost no time by themselves. *Steps*: "
+        "draft, verify and accept are models of their own; *stream*: clients get every token by itself.\n\n"
         f"| drafts | at a time | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}\n"
         + "\n".join(rows)
         + "\n"
