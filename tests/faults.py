@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import onnx
 import pytest
 
 from nemo_build.bundle import ENGINE_BUNDLE, sha256_file
+from nemo_build.engines.check.checks import speed
 from nemo_build.engines.ort import OrtSession
 from nemo_build.plugins.panels import CHUNK, FORMATS, pack
 from nemo_build.runtime.engine import Engine
@@ -384,19 +384,36 @@ def wrong_restored(engine: Path, patch: Patch) -> None:
     patch.setattr(PrefixCache, "restore", wrong)
 
 
+class Clock:
+    """A clock for the check of speed that goes by steps: a millisecond each, with noise, and some much longer."""
+
+    def __init__(self, slow: Path | None = None) -> None:
+        self._now, self._slow, self._rng = 0.0, slow, np.random.default_rng(0)
+
+    def perf_counter(self) -> float:
+        self._now += 1e-6
+        return self._now
+
+    monotonic = perf_counter
+
+    def step(self, engine: Engine) -> None:
+        noise = self._rng.lognormal(0, 0.02) * (3 if self._rng.random() < 0.1 else 1)
+        self._now += 1e-3 * noise * (1.1 if engine.directory == self._slow else 1)
+
+    def install(self, patch: Patch) -> None:
+        step = Engine.step
+
+        def timed(engine: Engine, *arguments: Any, **options: Any) -> None:
+            step(engine, *arguments, **options)
+            self.step(engine)
+
+        patch.setattr(Engine, "step", timed)
+        patch.setattr(speed, "time", self)
+
+
 def slower(engine: Path, patch: Patch) -> None:
     """Every step of this engine takes a tenth longer."""
-    step = Engine.step
-
-    def wrong(self: Engine, *arguments: Any, **options: Any) -> None:
-        start = time.perf_counter()
-        step(self, *arguments, **options)
-        if self.directory == engine:
-            end = time.perf_counter() + 0.1 * (time.perf_counter() - start)
-            while time.perf_counter() < end:
-                pass
-
-    patch.setattr(Engine, "step", wrong)
+    Clock(engine).install(patch)
 
 
 def licence_changed(engine: Path, patch: Patch) -> None:
