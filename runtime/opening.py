@@ -27,7 +27,9 @@ from nemo_build.runtime.speculation.kinds import (
     speculator_kind,
 )
 from nemo_build.runtime.speculation.lengths import DraftLengthController
+from nemo_build.runtime.speculation.mtp import MtpSpeculator
 from nemo_build.runtime.speculation.rounds import Speculation
+from nemo_build.runtime.steps import RowRunner
 from nemo_build.settings import threads as default_threads
 from nemo_build.spec import ModelSpec
 from nemo_build.state import StateSpec, declared_states
@@ -161,21 +163,38 @@ def open_engine(directory: Path, options: Options) -> Opened:
     """Open an engine bundle; errors are those of :meth:`nemo_build.runtime.engine.Engine.load`."""
     opening = prepare(directory, options)
     session = opening.target()
-    speculation = None
-    if opening.kind is not None:
-        speculation = Speculation(
-            opening.drafter(),
-            opening.most_drafts,
-            session.slots,
-            controller=opening.controller(),
-            drafting=options.drafting,
-            watch_all=options.prefix_cache > 0,
-        )
+    speculation, runner = _speculation(opening, session)
     cache = opening.cache(speculation.speculator if speculation is not None else None)
     scheduler = Scheduler(
-        session, speculation, cache=cache, memory=opening.memory, token_budget=options.token_budget
+        session,
+        speculation,
+        cache=cache,
+        memory=opening.memory,
+        token_budget=options.token_budget,
+        runner=runner,
     )
     return Opened(opening.files.manifest, session, scheduler, cache)
+
+
+def _speculation(opening: Opening, session: Session) -> tuple[Speculation | None, RowRunner | None]:
+    """Where drafts come from, and what computes rows, where that is not the usual."""
+    if opening.kind is None:
+        return None, None
+    drafter, keep = opening.drafter(), opening.options.prefix_cache > 0
+    settings: dict[str, Any] = {
+        "controller": opening.controller(),
+        "drafting": opening.options.drafting,
+        "watch_all": keep,
+    }
+    if isinstance(drafter, MtpSpeculator) and not runs_on_host(
+        opening.files.directory, opening.files.manifest
+    ):
+        from nemo_build.runtime.device_rounds import open_rounds
+
+        found = open_rounds(session, drafter.session, opening.most_drafts, keep_all=keep, **settings)
+        if found is not None:
+            return found
+    return Speculation(drafter, opening.most_drafts, session.slots, **settings), None
 
 
 def _memory(

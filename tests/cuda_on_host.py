@@ -49,7 +49,7 @@ def memory(library: Any, device: Device) -> None:
             want[start + i * pitch : start + i * pitch + width] = row
         back = np.zeros_like(part)
         device.read(back, region)
-        device.move(block.address + 3900, block.address + 10, 100)
+        device.move(Region(block.address + 3900, 100), Region(block.address + 10, 100))
         device.synchronize()
         want[3900:4000] = want[10:110].copy()
         np.testing.assert_array_equal(back, part)
@@ -57,6 +57,13 @@ def memory(library: Any, device: Device) -> None:
     device.synchronize()
     np.testing.assert_array_equal(host, want)
     part = host[10:20].view(np.uint16)
+    target, source = Region(block.address + 8, 5, 7, 24), Region(block.address + 2000, 5, 7, 9)
+    device.move(target, source)
+    device.read(host, Region(block.address, 4000))
+    device.synchronize()
+    for i in range(7):
+        want[8 + 24 * i : 13 + 24 * i] = want[2000 + 9 * i : 2005 + 9 * i]
+    np.testing.assert_array_equal(host, want)
     del block, host
     gc.collect()
     assert library.fake_used() == used
@@ -81,7 +88,7 @@ def capturing(library: Any, device: Device) -> None:
     host = np.arange(1, 257, dtype=np.uint8)
     device.write(Region(block.address, 256), host)
     device.synchronize()
-    replay = device.capture(lambda: device.move(block.address + 256, block.address, 256))
+    replay = device.capture(lambda: device.move(Region(block.address + 256, 256), Region(block.address, 256)))
     out = np.zeros(256, np.uint8)
 
     def copied() -> NDArray[np.uint8]:

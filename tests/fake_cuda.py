@@ -81,8 +81,15 @@ class HostDevice:
         assert target.nbytes == region.width * region.height
         self._enqueue("read", lambda: self._copy(region, _bytes_of(target), to_device=False))
 
-    def move(self, target: int, source: int, nbytes: int) -> None:
-        self._enqueue("move", lambda: np.copyto(self.at(target, nbytes), self.at(source, nbytes)))
+    def move(self, target: Region, source: Region) -> None:
+        assert (target.width, target.height) == (source.width, source.height)
+        flat = np.empty(source.width * source.height, np.uint8)
+
+        def work() -> None:
+            self._copy(source, flat, to_device=False)
+            self._copy(target, flat, to_device=True)
+
+        self._enqueue("move", work)
 
     def synchronize(self) -> None:
         self.log.append("wait")

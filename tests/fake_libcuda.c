@@ -141,13 +141,14 @@ static Status cuMemcpyDtoDAsync(uint64_t to, uint64_t from, size_t n, void *stre
   return flat((void *)to, (void *)from, n);
 }
 static Status cuMemcpy2DAsync(const Copy2D *c, void *stream) {
-  int up = c->src_kind == 1 && c->dst_kind == 2;
-  if (!up && !(c->src_kind == 2 && c->dst_kind == 1)) abort();
-  require_inside(up ? c->dst_device : c->src_device,
-                 (up ? c->dst_pitch : c->src_pitch) * (c->height - 1) + c->width);
+  int from = c->src_kind == 2, to = c->dst_kind == 2; /* whether that side is the device; 1 is the host */
+  if ((!from && c->src_kind != 1) || (!to && c->dst_kind != 1) || (!from && !to)) abort();
+  if (from) require_inside(c->src_device, c->src_pitch * (c->height - 1) + c->width);
+  if (to) require_inside(c->dst_device, c->dst_pitch * (c->height - 1) + c->width);
+  if (c->src_pitch < c->width || c->dst_pitch < c->width) abort();
   (void)stream;
-  return finish((Work){.to = up ? (char *)c->dst_device : c->dst_host,
-                       .from = up ? c->src_host : (char *)c->src_device,
+  return finish((Work){.to = to ? (char *)c->dst_device : c->dst_host,
+                       .from = from ? (char *)c->src_device : c->src_host,
                        .to_pitch = c->dst_pitch,
                        .from_pitch = c->src_pitch,
                        .width = c->width,

@@ -30,6 +30,7 @@ VERBS = [
     "inspect",
     "quantize",
     "targets",
+    "triton",
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nemo_build.engines.gpu.state import portable
-from nemo_build.engines.trt.lowering import OVERFLOW
+from nemo_build.engines.trt.lowering import HIDDEN_ROWS, LOGITS_SUM, OVERFLOW, TOKENS
 from nemo_build.engines.trt.phases import DECODE
 from nemo_build.errors import RequestError
 from nemo_build.state import StateSpec
@@ -40,6 +40,9 @@ OUTPUTS: Mapping[str, tuple[tuple[str, ...], Any]] = {
     "confidence": (_LINES, np.float32),
     "hidden": ((*_TOKENS, "hidden"), np.float32),
     "taps": ((*_TOKENS, "taps"), np.float32),
+    TOKENS: (_LINES, np.int64),
+    LOGITS_SUM: (_LINES, np.float32),
+    HIDDEN_ROWS: ((*_LINES, "hidden"), np.float32),
 }
 """Outputs besides states."""
 

@@ -96,8 +96,8 @@ class Device(Protocol):
         """Enqueue a copy to a contiguous array of as many bytes."""
         ...
 
-    def move(self, target: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy within the device."""
+    def move(self, target: Region, source: Region) -> None:
+        """Enqueue a copy within the device, between regions of one width and height that do not overlap."""
         ...
 
     def synchronize(self) -> None:
@@ -253,9 +253,16 @@ class CudaDevice:
         copy.dstHost, copy.dstPitch = target.ctypes.data, region.width
         _call(self._cu.cuMemcpy2DAsync, copy, self._stream)
 
-    def move(self, target: int, source: int, nbytes: int) -> None:
+    def move(self, target: Region, source: Region) -> None:
         """See :class:`Device`."""
-        _call(self._cu.cuMemcpyDtoDAsync, target, source, nbytes, self._stream)
+        if target.height == 1:
+            _call(self._cu.cuMemcpyDtoDAsync, target.address, source.address, target.width, self._stream)
+            return
+        copy = self._strided(target)
+        copy.srcMemoryType = copy.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.srcPitch = source.address, source.pitch
+        copy.dstDevice, copy.dstPitch = target.address, target.pitch
+        _call(self._cu.cuMemcpy2DAsync, copy, self._stream)
 
     def synchronize(self) -> None:
         """See :class:`Device`."""

@@ -34,16 +34,16 @@ class Frame:
     """A shape of a run.
 
     Attributes:
-        inputs: Arrays of the host that a run's inputs are put into.
-        staged: Where they go, and the bytes of the host that all of them lie in.
         outputs: Where its outputs are.
         bindings: What the executor is given: inputs, outputs and states.
+        inputs: Arrays of the host that a run's inputs are put into.
+        staged: Where they go, and the bytes of the host that all of them lie in; ``None``: they are on the device.
     """
 
-    inputs: Mapping[str, NDArray[Any]]
-    staged: tuple[Region, NDArray[Any]]
     outputs: Mapping[str, Binding]
     bindings: Mapping[str, Binding]
+    inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    staged: tuple[Region, NDArray[Any]] | None = None
     runs: int = 0
     recording: Callable[[], None] | None = field(default=None, repr=False)
 
@@ -123,35 +123,40 @@ class Frames:
         return frame
 
     def run(self, executor: Executor, frame: Frame, wanted: Mapping[str, int]) -> dict[str, NDArray[Any]]:
-        """Copy the inputs, run, copy outputs back, and wait.
-
-        A shape that is met for the second time is captured behind its run, when the library has no more to prepare for
-        it; from the third time on it is replayed.
+        """Launch a run, copy outputs back, and wait.
 
         Args:
             executor: What runs it.
             frame: Its inputs are in their places.
             wanted: How many of the first entries of which outputs are copied.
         """
-        device = self._device
-        device.write(*frame.staged)
-        frame.runs += 1
-        if frame.recording is not None:
-            frame.recording()
-        else:
-            executor.run(frame.bindings, device.stream)
-            if frame.runs > 1 and self._captures and executor.capturable:
-                frame.recording = self._capture(executor, frame)
+        self.launch(executor, frame)
         found, block, start = {}, self._blocks.take(), 0
         for name, count in wanted.items():
             address, (_, *rest), dtype = frame.outputs[name]
             nbytes = count * math.prod(rest) * np.dtype(dtype).itemsize
             found[name] = block[start : start + nbytes].view(dtype).reshape(count, *rest)
             if nbytes:
-                device.read(found[name], Region(address, nbytes))
+                self._device.read(found[name], Region(address, nbytes))
             start += padded(nbytes)
-        device.synchronize()
+        self._device.synchronize()
         return found
+
+    def launch(self, executor: Executor, frame: Frame) -> None:
+        """Enqueue a run and the copy of its inputs, if they come from the host.
+
+        A shape that is met for the second time is captured behind its run, when the library has no more to prepare for
+        it; from the third time on it is replayed.
+        """
+        if frame.staged is not None:
+            self._device.write(*frame.staged)
+        frame.runs += 1
+        if frame.recording is not None:
+            frame.recording()
+            return
+        executor.run(frame.bindings, self._device.stream)
+        if frame.runs > 1 and self._captures and executor.capturable:
+            frame.recording = self._capture(executor, frame)
 
     def _capture(self, executor: Executor, frame: Frame) -> Callable[[], None] | None:
         try:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nemo_build.engines.gpu.constants import Constants
 from nemo_build.engines.gpu.contract import INPUTS, OUTPUTS, Contract, phase_entries, shapes_of, widths
 from nemo_build.engines.gpu.device import Device, require_space
-from nemo_build.engines.gpu.executor import Executor, Opener
+from nemo_build.engines.gpu.executor import Binding, Executor, Opener
 from nemo_build.engines.gpu.replay import Frame, Frames, HostBlocks, Shapes, Staging, bind, padded
 from nemo_build.engines.gpu.rows import Rows, Run, arrange, split, wanted, whole
 from nemo_build.engines.gpu.state import BufferView, States
@@ -76,6 +76,11 @@ class GpuGraph:
         threads: Of no use here.
         yields: Likewise.
 
+    Attributes:
+        device: Where it runs.
+        widths: Sizes that are the engine's own.
+        contract: What the graph for few tokens is.
+
     Raises:
         BundleError: The graph has inputs that nothing is known of.
         PlanError: It does not fit the device.
@@ -96,23 +101,23 @@ class GpuGraph:
     ) -> None:
         entries = phase_entries(place.manifest, graph)
         contracts = {name: Contract.of(entry) for name, entry in entries.items()}
-        known = contracts[DECODE]
+        known = self.contract = contracts[DECODE]
         if not place.doubled and any(OVERFLOW in c.outputs for c in contracts.values()):
             raise ValueError(f"{graph} has {OVERFLOW}, and no second buffer to go back to")
-        self._device, self._widths = place.device, widths(place.manifest)
+        self.device, self.widths = place.device, widths(place.manifest)
         self.slots, self.context, self.pending = slots, context, known.pending
         self.isolated = True
-        self.hidden_size = self._widths["hidden"]
+        self.hidden_size = self.widths["hidden"]
         self.states = known.portable_states()
         self._outputs = tuple(outputs)
-        with self._device.lock:
-            self._device.activate()
-            self._constants = Constants.open(place.directory, place.manifest, self._device)
+        with self.device.lock:
+            self.device.activate()
+            self._constants = Constants.open(place.directory, place.manifest, self.device)
             _require_known(graph, entries, self._constants)
-            executors = place.open(place.directory, entries, self._device, self._constants.bindings)
+            executors = place.open(place.directory, entries, self.device, self._constants.bindings)
             self._phases = {n: _Phase(n, contracts[n], executors[n]) for n in contracts}
             self._allocate(place.doubled, state or {})
-            self._device.synchronize()
+            self.device.synchronize()
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Found:
         """See :class:`~nemo_build.engines.session.Graph`."""
@@ -129,10 +134,34 @@ class GpuGraph:
         )
         return self._step(rows, self._outputs)
 
+    def enqueue(self, sizes: Mapping[str, int], placed: Mapping[str, Binding]) -> Mapping[str, Binding]:
+        """Enqueue a run of the graph for few tokens, and wait for nothing; whoever calls has the device's lock.
+
+        Args:
+            sizes: ``batch``, the first slots, which are its rows; ``steps``, and ``rows`` of logits.
+            placed: Where all its inputs lie, states apart, and those outputs that are to lie somewhere. The same for
+                the same sizes.
+
+        Returns:
+            Where outputs lie; those that were not placed stay until the graph runs again.
+        """
+        phase, batch = self._phases[DECODE], sizes["batch"]
+        side = self._states.gather(batch)
+
+        def make() -> Frame:
+            results = bind(self._outputs_of(phase, {**self.widths, **sizes}), self._results.address)
+            outputs = {name: placed.get(name, found) for name, found in results.items()}
+            return Frame(outputs, {**self._states.bindings(batch, side), **placed, **outputs})
+
+        frame = self._frames.get(("placed", *sizes.values(), side), make)
+        self._frames.launch(phase.executor, frame)
+        self._states.advance(batch)
+        return frame.outputs
+
     def state(self) -> Mapping[str, NDArray[Any]]:
         """The state buffers by name; see :class:`~nemo_build.engines.gpu.state.BufferView` for what they can do."""
         views = {
-            name: BufferView(buffer, self._states.side_of, self._device)
+            name: BufferView(buffer, self._states.side_of, self.device)
             for name, buffer in self._states.buffers.items()
         }
         return cast(Mapping[str, NDArray[Any]], views)
@@ -147,22 +176,22 @@ class GpuGraph:
         own = [s for s in specs if s.name not in shared]
         state = sum((1 + (s.kind in doubled)) * s.nbytes({"slots": self.slots}) for s in own)
         require_space(
-            self._device,
+            self.device,
             [(f"states of {self.slots} sequences", state), ("inputs and outputs", staged + given)],
         )
         buffers = {name: view.buffer for name, view in shared.items()}
-        self._states = States(specs, self.slots, doubled, self._device, buffers)
-        self._staging = Staging(self._device, staged)
-        self._results = self._device.allocate(given)
-        self._frames = Frames(self._device, HostBlocks(self._device, fetched))
+        self._states = States(specs, self.slots, doubled, self.device, buffers)
+        self._staging = Staging(self.device, staged)
+        self._results = self.device.allocate(given)
+        self._frames = Frames(self.device, HostBlocks(self.device, fetched))
 
     # --- steps -----------------------------------------------------------------------------------------------
 
     def _step(self, rows: Rows, outputs: Sequence[str]) -> Found:
         """Take all rows, in as many runs as it needs; returns some of the outputs that the graph was opened for."""
-        taken = Taken(rows, outputs, self._widths)
-        with self._device.lock:
-            self._device.activate()
+        taken = Taken(rows, outputs, self.widths)
+        with self.device.lock:
+            self.device.activate()
             for run, phase in self._plan(rows):
                 self._take(rows, run, phase, taken)
         return taken.finished()
@@ -203,8 +232,8 @@ class GpuGraph:
     def _alone(self, inputs: Mapping[str, NDArray[Any]]) -> Found:
         """Run a graph without states, whose inputs have a value for each row of logits."""
         phase, count = self._phases[DECODE], len(next(iter(inputs.values())))
-        with self._device.lock:
-            self._device.activate()
+        with self.device.lock:
+            self.device.activate()
             frame = self._fill(phase, inputs, {"batch": 1, "steps": 1, "rows": count}, 0)
             return self._frames.run(phase.executor, frame, dict.fromkeys(self._outputs, count))
 
@@ -213,7 +242,7 @@ class GpuGraph:
     ) -> Frame:
         """The frame of a run with its inputs in their places."""
         key = (phase.name, *sizes.values(), side)
-        frame = self._frames.get(key, lambda: self._frame(phase, {**self._widths, **sizes}, side))
+        frame = self._frames.get(key, lambda: self._frame(phase, {**self.widths, **sizes}, side))
         for name, target in frame.inputs.items():
             source = inputs[name]
             target[: len(source)] = source
@@ -224,12 +253,12 @@ class GpuGraph:
         inputs, arrays, staged = self._staging.place(self._inputs_of(phase, sizes))
         outputs = bind(self._outputs_of(phase, sizes), self._results.address)
         states = self._states.bindings(sizes["batch"], side)
-        return Frame(arrays, staged, outputs, {**states, **inputs, **outputs})
+        return Frame(outputs, {**states, **inputs, **outputs}, arrays, staged)
 
     def _largest(self, phase: _Phase) -> dict[str, int]:
         """The sizes of the largest run."""
         rows = min(phase.contract.logit_rows, self.slots * phase.contract.steps)
-        return {**self._widths, "batch": self.slots, "steps": phase.contract.steps, "rows": rows}
+        return {**self.widths, "batch": self.slots, "steps": phase.contract.steps, "rows": rows}
 
     def _inputs_of(self, phase: _Phase, sizes: Mapping[str, int]) -> Shapes:
         return shapes_of(phase.contract.inputs, INPUTS, sizes)
@@ -258,7 +287,7 @@ class GpuSession(GpuGraph):
     def step(self, batch: StepBatch) -> StepOutput:
         """Run one step; see :class:`~nemo_build.engines.session.Session`."""
         sizes = {"slots": self.slots, "context": self.context, "pending": self.pending}
-        check_batch(batch, **sizes, vocabulary=self._widths["vocabulary"])
+        check_batch(batch, **sizes, vocabulary=self.widths["vocabulary"])
         tokens: dict[str, NDArray[Any]] = {"input_ids": batch.input_ids}
         if batch.hidden_in is not None:
             tokens["hidden_in"] = batch.hidden_in

@@ -113,9 +113,8 @@ class States:
         for slot, other in enumerate(sides):
             if other != side:
                 for buffer in self._doubled:
-                    self._device.move(
-                        buffer.address(slot, side), buffer.address(slot, other), buffer.row_bytes
-                    )
+                    source = Region(buffer.address(slot, other), buffer.row_bytes)
+                    self._device.move(source._replace(address=buffer.address(slot, side)), source)
                 self._sides[slot] = side
         return side
 

@@ -29,7 +29,8 @@ OVERFLOW = "expert_overflow"
 """Output of a prefill graph with experts, int64 ``[1]``: how many tokens too many an expert was given, at worst."""
 
 TOKENS = "tokens"
-"""Output of a decode graph with logits, int64 ``[rows]``: the likeliest tokens, the lowest id among equals."""
+"""Output of a decode graph that takes tokens and gives logits, int64 ``[rows]``: the likeliest token by each row of
+logits, the lowest id among equals."""
 
 LOGITS_SUM = "logits_sum"
 """Output of the same, float32 ``[rows]``: finite if and only if all of a row's logits are; else its token is void."""
@@ -73,8 +74,8 @@ def lower(
     for node in model.graph.node:
         _lower_node(c, node, ops)
     outputs = [_with_state(o, {s.output: s for s in states}) for o in model.graph.output]
-    if phase.name == DECODE:
-        outputs += _emit_choices(c, "hidden_in" in shapes, outputs)
+    if phase.name == DECODE and "input_ids" in shapes:
+        outputs += emit_choices(c.g, outputs, feeds_itself="hidden_in" in shapes)
     if phase.name == PREFILL and c.overflows:
         worst = c.g.op("Concat", *c.overflows, axis=0)
         c.g.op("ReduceMax", worst, c.g.ints(0), out=OVERFLOW, keepdims=1)
@@ -87,26 +88,36 @@ def lower(
     return lowered
 
 
-def _emit_choices(
-    c: Context, feeds_itself: bool, outputs: Iterable[onnx.ValueInfoProto]
+def emit_choices(
+    g: Emitter, outputs: Iterable[onnx.ValueInfoProto], *, feeds_itself: bool
 ) -> list[onnx.ValueInfoProto]:
-    """Outputs with which a device goes on by itself; none of a graph without logits."""
+    """Emit what a device needs to go on by itself.
+
+    Args:
+        g: Gets the nodes.
+        outputs: The graph's outputs so far.
+        feeds_itself: Whether the graph takes hidden states that it gave.
+
+    Returns:
+        :data:`TOKENS`, :data:`LOGITS_SUM` and, of a graph that feeds itself, :data:`HIDDEN_ROWS`; nothing of a graph
+        without logits.
+    """
     widths = {o.name: _shape(o)[-1] for o in outputs}
     if "logits" not in widths:
         return []
-    c.g.scope = "choices"
-    chosen = c.g.op("ArgMax", "logits", axis=-1, keepdims=0)
-    # What is chosen from logits that are not numbers is up to the library, and is looked up in the embedding.
-    c.g.op("Min", c.g.op("Max", chosen, c.g.ints(0)), c.g.ints(int(widths["logits"]) - 1), out=TOKENS)
-    c.g.op("ReduceSum", "logits", c.g.ints(-1), out=LOGITS_SUM, keepdims=0)
+    g.scope = "choices"
+    chosen = g.op("ArgMax", "logits", axis=-1, keepdims=0)
+    # What is chosen from logits that are no numbers is up to the library, and is looked up in the embedding.
+    g.op("Min", g.op("Max", chosen, g.ints(0)), g.ints(int(widths["logits"]) - 1), out=TOKENS)
+    g.op("ReduceSum", "logits", g.ints(-1), out=LOGITS_SUM, keepdims=0)
     made = onnx.helper.make_tensor_value_info
     found = [
         made(TOKENS, onnx.TensorProto.INT64, ["rows"]),
         made(LOGITS_SUM, onnx.TensorProto.FLOAT, ["rows"]),
     ]
     if feeds_itself and "hidden" in widths:
-        lines = c.g.reshape("hidden", -1, int(widths["hidden"]))
-        c.g.op("Gather", lines, "logit_rows", out=HIDDEN_ROWS, axis=0)
+        lines = g.reshape("hidden", -1, int(widths["hidden"]))
+        g.op("Gather", lines, "logit_rows", out=HIDDEN_ROWS, axis=0)
         found.append(made(HIDDEN_ROWS, onnx.TensorProto.FLOAT, ["rows", widths["hidden"]]))
     return found
 

@@ -36,12 +36,15 @@ class MtpSpeculator:
 
     Args:
         session: The open ``mtp`` graph, with as many slots and positions as the target's session.
+
+    Attributes:
+        session: As given.
     """
 
     features: str | None = "hidden"
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.session = session
         self.states: Sequence[StateSpec] = session.states
         self.lookahead: Mapping[str, int] = {s.name: 1 for s in session.states}
         self._waiting: dict[int, Waiting] = {}
@@ -51,7 +54,7 @@ class MtpSpeculator:
 
     def state(self) -> Mapping[str, NDArray[Any]]:
         """The module's cache by buffer."""
-        return self._session.state()
+        return self.session.state()
 
     def start(self, slot: int, tokens: Sequence[int], extra: Mapping[str, NDArray[Any]]) -> None:
         """Begin a sequence. Behind n tokens the cache has n - 1 rows: the last waits for the token after it."""
@@ -61,7 +64,7 @@ class MtpSpeculator:
         hidden = extra.get("hidden")
         if hidden is None:
             # A prefix that nobody saved at its end; one row that is wrong costs acceptance, no more.
-            hidden = np.zeros(self._session.hidden_size, np.float32)
+            hidden = np.zeros(self.session.hidden_size, np.float32)
         self._waiting[slot] = Waiting(len(tokens) - 1, hidden[None])
 
     def observe(self, rows: Sequence[Committed]) -> None:
@@ -79,7 +82,7 @@ class MtpSpeculator:
         for w in waiting:
             w.taken = min(w.taken, w.end - 1)  # also where nothing was committed since the last time
         slots, ends = [r.slot for r in requests], [w.end for w in waiting]
-        lengths = [min(r.length, self._session.context - n + 1) for r, n in zip(requests, ends, strict=True)]
+        lengths = [min(r.length, self.session.context - n + 1) for r, n in zip(requests, ends, strict=True)]
         output, hidden = self._feed(slots, [w.take(w.end) for w in waiting], logits="last")
         drafts: list[list[int]] = [[] for _ in requests]
         chains = list(range(len(requests)))  # those that go on
@@ -94,7 +97,7 @@ class MtpSpeculator:
                 chains, hidden = [chains[row] for row in rows], hidden[rows]
                 step = self._chain([slots[i] for i in chains], step.past[rows])
             step.input_ids[:, 0] = [drafts[i][-1] for i in chains]
-            output = self._session.step(step.replace(hidden_in=hidden))
+            output = self.session.step(step.replace(hidden_in=hidden))
             assert output.hidden is not None, "the session was opened to return hidden states"
             hidden = output.hidden
             step.past[:] += 1
@@ -138,7 +141,7 @@ class MtpSpeculator:
         """Feed positions that waited; also the hidden state ``[rows, 1, H]`` of each row's last one."""
         past, tokens, hidden = zip(*taken, strict=True)
         batch = StepBatch.of_rows(tokens, past=past, slots=slots, logits=logits, hidden_in=padded(hidden))
-        output = self._session.step(batch)
+        output = self.session.step(batch)
         assert output.hidden is not None, "the session was opened to return hidden states"
         if batch.input_ids.shape[1] == 1:
             return output, output.hidden
