@@ -393,6 +393,13 @@ def usable_bytes(target: Target) -> int:
     return int(target.memory_gb * 1e9 * (1 - headroom(target)))
 
 
+def allowed_bytes(target: Target, memory: int | None) -> tuple[int, str]:
+    """Bytes that the plan of an engine for a GPU may take, and of what; `memory` is what was asked for, if anything."""
+    if memory is None:
+        return usable_bytes(target), f"{target.name} ({target.memory_gb:g} GB)"
+    return memory, "the memory allowed"
+
+
 def build_memory(target: Target, weights: int) -> int:
     """Bytes of memory that a build for a target takes, with so many bytes of weights."""
     builder = builder_of(target)

@@ -19,7 +19,7 @@ from nemo_build.engines.gpu.lowering import kernel_states, lower_kernels
 from nemo_build.engines.gpu.weights import KernelWeights
 from nemo_build.engines.session import StepBatch
 from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
-from nemo_build.engines.trt.phases import phases_of
+from nemo_build.engines.trt.phases import DECODE, PREFILL, phases_of
 from nemo_build.engines.weights import Weight, stored_tensors
 from nemo_build.export.exporter import export_bundle
 from nemo_build.export.quantize.recipe import Recipe, load_recipe
@@ -72,6 +72,7 @@ class KernelModel:
         context: Positions of a row.
         compute: Type of activations.
         rounds: Whether projections round their inputs as the checkpoint says.
+        names: The phases.
     """
 
     def __init__(
@@ -83,29 +84,37 @@ class KernelModel:
         context: int = 128,
         compute: int = FLOAT,
         rounds: bool = True,
+        names: tuple[str, ...] = (DECODE, PREFILL),
     ) -> None:
         self.graph = graph
         model = onnx.load(bundle / f"{graph}.onnx", load_external_data=False)
         self.weights = KernelWeights(stored_tensors([model]), compute=compute, rounds=rounds)
-        phases = {p.name: p for p in phases_of(slots, context)}
+        phases = {p.name: p for p in phases_of(slots, context) if p.name in names}
         self.tables = {name: KernelTable() for name in phases}
         self.lowered = {n: lower_kernels(model, p, self.weights, self.tables[n]) for n, p in phases.items()}
         self.contents = {n: contents(w, bundle) for n, w in self.weights.weights.items()}
         self.graphs = {n: KernelGraph(m, self.tables[n]) for n, m in self.lowered.items()}
-        self.states = kernel_states(model, phases["decode"], compute)
+        self.states = kernel_states(model, phases[DECODE], compute)
         self.state = {s.name: np.zeros(s.resolve({"slots": slots}), s.dtype) for s in self.states}
+
+    def width(self, name: str) -> int:
+        """The last dimension of an input."""
+        (found,) = (i for i in self.lowered[DECODE].graph.input if i.name == name)
+        return found.type.tensor_type.shape.dim[-1].dim_value
+
+    def run(self, phase: str, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
+        """One step of all rows, row i in slot i; returns every output, and advances the state."""
+        found = self.graphs[phase].run({**self.state, **self.contents, **inputs})
+        self.state.update({s.name: found[s.output] for s in self.states})
+        return found
 
     def step(self, phase: str, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
         """One step of all rows, row i in slot i; returns logits and hidden states."""
-        feeds: dict[str, Any] = {
-            **self.state,
-            **self.contents,
-            **{n: getattr(batch, n) for n in ("input_ids", "lengths", "past", "accepted", "logit_rows")},
-        }
+        names = ("input_ids", "lengths", "past", "accepted", "logit_rows")
+        inputs: dict[str, Any] = {n: getattr(batch, n) for n in names}
         if batch.hidden_in is not None:
-            feeds["hidden_in"] = batch.hidden_in
-        found = self.graphs[phase].run(feeds)
-        self.state = {s.name: found[s.output] for s in self.states}
+            inputs["hidden_in"] = batch.hidden_in
+        found = self.run(phase, inputs)
         return found["logits"], found["hidden"]
 
 

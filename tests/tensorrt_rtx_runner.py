@@ -64,6 +64,11 @@ class LoweredGraph:
         self.states = lowered_states(model, phases[DECODE], FLOAT)
         self.state = {s.name: np.zeros(s.resolve({"slots": slots}), np.float32) for s in self.states}
 
+    def width(self, name: str) -> int:
+        """The last dimension of an input."""
+        (found,) = (i for i in self.sessions[DECODE].get_inputs() if i.name == name)
+        return int(found.shape[-1])
+
     def run(self, phase: str, inputs: dict[str, Any]) -> dict[str, Any]:
         """One step of all rows, row i in slot i; returns every output, and advances the state."""
         session = self.sessions[phase]

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.cli import cli
+from nemo_build.demo import CHECKPOINT, DRAFTERS
 from nemo_build.engines import provenance
 from nemo_build.engines.backends import require_runnable
 from nemo_build.engines.build import build_engine
@@ -36,6 +37,7 @@ from nemo_build.engines.session import StepBatch
 from nemo_build.engines.targets import TARGETS, require_backend
 from nemo_build.engines.trt.phases import PENDING
 from nemo_build.errors import BundleError, UserError
+from nemo_build.export.exporter import export_bundle
 from nemo_build.plugins.gpu.compile import SHARED_LIMITS
 from nemo_build.plugins.gpu.kernel import ceil_div
 from nemo_build.plugins.gpu.node import Node
@@ -111,6 +113,15 @@ def test_kernels_are_compiled_for_the_target(bundle, tmp_path):
                     assert code.startswith(b"\x7fELF")
                     assert values["entry"] in code
                     assert f"sm{TARGETS[target].sm}." in node.input[0]
+
+
+@pytest.mark.slow
+def test_drafters_are_built(tmp_path):
+    bundle = export_bundle(CHECKPOINT, tmp_path / "bundle", drafts=list(DRAFTERS.values())).out
+    out = build_engine(bundle, tmp_path / "engine", "h100", OPTIONS).out
+    graphs = read_manifest(out, ENGINE_BUNDLE)["graphs"]
+    assert {"dflash.decode", "dspark.decode", "dspark_context.prefill", "dspark_markov.decode"} <= set(graphs)
+    assert [name for name, entry in graphs.items() if entry["on_cpu"]] == []
 
 
 def test_what_cannot_be_built_is_refused(made, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import onnx
 import pytest
 
 from nemo_build.bundle import ENGINE_BUNDLE, MODEL_BUNDLE, read_manifest
+from nemo_build.demo import CHECKPOINT, DRAFTERS
 from nemo_build.engines import provenance
 from nemo_build.engines.build import BuildOptions, Inputs, build_engine
 from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelUse, load_node
@@ -257,6 +258,18 @@ def test_full_width(stub, tmp_path, form):
 
 
 @needs_packages
+@needs_packages
+@pytest.mark.slow
+def test_drafters(stub, tmp_path):
+    """The demo drafters' graphs, which are plain products and attention of their own kinds."""
+    bundle = export_bundle(CHECKPOINT, tmp_path / "bundle", drafts=list(DRAFTERS.values())).out
+    engine = build_engine(bundle, tmp_path / "engine", "h100", OPTIONS, use_cache=False).out
+    graphs = read_manifest(engine, ENGINE_BUNDLE)["graphs"]
+    for kind in ("dflash", "dspark"):
+        assert f"{kind}.decode" in graphs
+        assert graphs[f"{kind}.decode"]["state"] == graphs[f"{kind}_context.decode"]["state"]
+
+
 def test_the_memory_plan_counts_everything_once(built, tiny_bundle):
     manifest = read_manifest(built[0], ENGINE_BUNDLE)
     said = {name: value for name, value in manifest["plan"].items() if name != "total"}

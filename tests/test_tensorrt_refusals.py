@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from nemo_build.bundle import MODEL_BUNDLE
 from nemo_build.cli import cli
 from nemo_build.engines import doctor, tensorrt_rtx
 from nemo_build.engines.build import BuildOptions, build_engine
@@ -252,16 +250,3 @@ def test_doctor_tells_what_is_missing(monkeypatch):
     monkeypatch.setattr(doctor, "find_driver", lambda: Driver("13.0", (H100, replace(H100, number=1))))
     found = doctor._tensorrt()
     assert (found.works, found.detail) == (True, "11.4 builds engines for SM 90")
-
-
-def test_drafters_are_refused(stub, tiny_bundle, tmp_path):
-    bundle = tmp_path / "bundle"
-    bundle.mkdir()
-    for path in tiny_bundle.iterdir():
-        os.symlink(path, bundle / path.name)
-    manifest = json.loads((tiny_bundle / MODEL_BUNDLE).read_text())
-    (bundle / MODEL_BUNDLE).unlink()
-    digest = {"checkpoint": {"digest": "0", "files": {}}}
-    (bundle / MODEL_BUNDLE).write_text(json.dumps({**manifest, "drafters": {"dflash": digest}}))
-    with pytest.raises(UserError, match="does not build drafters yet; the bundle has dflash"):
-        build_engine(bundle, tmp_path / "engine", "h100", OPTIONS)

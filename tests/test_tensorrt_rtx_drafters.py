@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters lowered for TensorRT-RTX compute what their portable graphs compute, and are built."""
+"""Drafters lowered for GPUs compute what their portable graphs compute, and TensorRT-RTX builds them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from nemo_build.export.exporter import export_bundle
 
 from .draft_reference import CONFIGS, DraftReference, save_draft
 from .draft_runner import DraftRunner
+from .kernel_runner import KernelModel
 from .tensorrt_rtx_runner import LoweredGraph
 from .tiny import reference_model, save_checkpoint
 
@@ -45,16 +47,15 @@ def drafter(request, tmp_path_factory) -> tuple[str, Path]:
 class Pair:
     """A drafter's lowered graphs and its portable ones over the same contexts, row i in slot i."""
 
-    def __init__(self, bundle: Path, kind: str) -> None:
+    def __init__(self, bundle: Path, kind: str, lowered: Any = LoweredGraph) -> None:
         sizes = {"slots": SLOTS, "context": CONTEXT}
         self.portable = DraftRunner(bundle, kind, **sizes)
-        self.context = LoweredGraph(bundle, f"{kind}_context", **sizes)
-        self.block = LoweredGraph(bundle, kind, names=(DECODE,), **sizes)
+        self.context = lowered(bundle, f"{kind}_context", **sizes)
+        self.block = lowered(bundle, kind, names=(DECODE,), **sizes)
         self.block.state = self.context.state
         has_markov = (bundle / f"{kind}_markov.onnx").is_file()
-        self.markov = LoweredGraph(bundle, f"{kind}_markov", names=(DECODE,), **sizes) if has_markov else None
-        (taps,) = (i for i in self.context.sessions[DECODE].get_inputs() if i.name == "taps")
-        self.width = taps.shape[2]
+        self.markov = lowered(bundle, f"{kind}_markov", names=(DECODE,), **sizes) if has_markov else None
+        self.width = self.context.width("taps")
         self.random = np.random.default_rng(0)
         self.past = np.zeros(SLOTS, np.int64)
 
@@ -91,10 +92,14 @@ class Pair:
         return logits, hidden
 
 
-def test_rounds_of_drafting(drafter):
-    """Prompts, blocks of all lengths, contexts that grow by what was accepted, idle rows, windows left behind."""
+@pytest.mark.parametrize("lowered", [LoweredGraph, pytest.param(KernelModel, marks=pytest.mark.slow)])
+def test_rounds_of_drafting(drafter, lowered):
+    """Prompts, blocks of all lengths, contexts that grow by what was accepted, idle rows, windows left behind.
+
+    In standard ops, and with kernels.
+    """
     kind, bundle = drafter
-    pair = Pair(bundle, kind)
+    pair = Pair(bundle, kind, lowered)
     pair.draft([3, 1, 0])
     pair.extend(PREFILL, [20, 33, 1])
     pair.draft([8, 5, 3])

@@ -22,7 +22,6 @@ from nemo_build.engines.trt.compiling import (
 )
 from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
 from nemo_build.engines.trt.phases import Phase
-from nemo_build.errors import UserError
 from nemo_build.plugins.gpu.kernel import resolve
 from nemo_build.spec import ModelSpec
 from nemo_build.state import StateSpec
@@ -52,7 +51,6 @@ class KernelGraphs:
     Args:
         inputs: What the build reads.
         settings: Of :func:`kernel_settings`.
-        title: What people call the backend.
 
     Attributes:
         weights: The weights that the graphs take as inputs; all share them.
@@ -63,13 +61,7 @@ class KernelGraphs:
         UserError: There are no kernels for what the model does.
     """
 
-    def __init__(self, inputs: Inputs, settings: dict[str, Any], title: str) -> None:
-        drafters = inputs.manifest["drafters"]
-        if drafters:
-            raise UserError(
-                f"The {title} backend does not build drafters yet; the bundle has {', '.join(sorted(drafters))}.",
-                hint="Export without --draft; the MTP module is built.",
-            )
+    def __init__(self, inputs: Inputs, settings: dict[str, Any]) -> None:
         self._spec = ModelSpec.from_json(inputs.manifest["spec"])
         self._settings = settings
         compute = FLOAT if settings["activations"] == "float32" else BFLOAT16

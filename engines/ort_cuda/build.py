@@ -23,7 +23,7 @@ from nemo_build.engines.build import (
 )
 from nemo_build.engines.gpu.making import KernelGraphs, kernel_settings
 from nemo_build.engines.gpu.weights import ALIGNMENT
-from nemo_build.engines.ort_cuda import NAME, TITLE
+from nemo_build.engines.ort_cuda import NAME
 from nemo_build.engines.ort_cuda.launches import (
     FOLDER,
     Compiled,
@@ -32,7 +32,7 @@ from nemo_build.engines.ort_cuda.launches import (
     with_launches,
 )
 from nemo_build.engines.ort_cuda.placement import adapt, nodes_on_cpu
-from nemo_build.engines.targets import Target, usable_bytes
+from nemo_build.engines.targets import Target, allowed_bytes
 from nemo_build.engines.trt.compiling import Lowered, require_space
 from nemo_build.engines.weights import place, write_packed
 from nemo_build.errors import UserError
@@ -56,14 +56,12 @@ class Launching:
             "sms": [target.sm],
         }
         self._inputs, self._target, self._sm = inputs, target, target.sm
-        self._made = KernelGraphs(inputs, self.settings, TITLE)
+        self._made = KernelGraphs(inputs, self.settings)
         self.plan = self._made.plan()
 
     def available(self, options: BuildOptions) -> tuple[int, str]:
         """The target's memory, less what it keeps free, unless asked otherwise."""
-        if options.memory is None:
-            return usable_bytes(self._target), f"{self._target.name} ({self._target.memory_gb:g} GB)"
-        return options.memory, "the memory allowed"
+        return allowed_bytes(self._target, options.memory)
 
     def write(
         self, directory: Path, out: Path, digests: list[str], progress: BuildProgress | None

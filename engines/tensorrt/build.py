@@ -11,7 +11,7 @@ from typing import Any
 from nemo_build.engines.build import WEIGHTS_FILE, BuildOptions, BuildProgress, Inputs, Written
 from nemo_build.engines.gpu.making import KernelGraphs, kernel_settings
 from nemo_build.engines.gpu.weights import ALIGNMENT
-from nemo_build.engines.targets import Target, usable_bytes
+from nemo_build.engines.targets import Target, allowed_bytes
 from nemo_build.engines.tensorrt import LIBRARY
 from nemo_build.engines.tensorrt.gpu import only, require_gpu
 from nemo_build.engines.tensorrt.kernels import require_kernels
@@ -43,7 +43,7 @@ class Compiling:
         self.settings = _settings(inputs.manifest, options)
         self._gpu, driver = require_gpu(target)
         self._inputs, self._target, self._sm = inputs, target, target.sm
-        self._made = KernelGraphs(inputs, self.settings, LIBRARY.title)
+        self._made = KernelGraphs(inputs, self.settings)
         uses = {name: use for table in self._made.tables.values() for name, use in table.uses.items()}
         require_kernels(uses.values(), target)
         self.backend: dict[str, Any] = {
@@ -63,9 +63,7 @@ class Compiling:
 
     def available(self, options: BuildOptions) -> tuple[int, str]:
         """The target's memory, less what it keeps free, unless asked otherwise."""
-        if options.memory is None:
-            return usable_bytes(self._target), f"{self._target.name} ({self._target.memory_gb:g} GB)"
-        return options.memory, "the memory allowed"
+        return allowed_bytes(self._target, options.memory)
 
     def write(
         self, directory: Path, out: Path, digests: list[str], progress: BuildProgress | None

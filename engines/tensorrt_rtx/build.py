@@ -19,7 +19,7 @@ from nemo_build.engines.build import (
     tensorrt_problems,
 )
 from nemo_build.engines.plan import MemoryPlan
-from nemo_build.engines.targets import RTX_SMS, Target, usable_bytes
+from nemo_build.engines.targets import RTX_SMS, Target, allowed_bytes
 from nemo_build.engines.tensorrt_rtx import LIBRARY
 from nemo_build.engines.tensorrt_rtx.addresses import environment
 from nemo_build.engines.tensorrt_rtx.plan_file import require_sms, summarize
@@ -86,9 +86,7 @@ class Compiling:
 
     def available(self, options: BuildOptions) -> tuple[int, str]:
         """The target's memory, less what it keeps free, unless asked otherwise."""
-        if options.memory is None:
-            return usable_bytes(self._target), f"{self._target.name} ({self._target.memory_gb:g} GB)"
-        return options.memory, "the memory allowed"
+        return allowed_bytes(self._target, options.memory)
 
     def write(
         self, directory: Path, out: Path, digests: list[str], progress: BuildProgress | None
