@@ -275,7 +275,7 @@ def weight_formats(target: Target) -> tuple[str, ...]:
 
     CPU kernels decode every format in registers. On a GPU a format is one that its tensor cores multiply, or INT4 and
     INT8, whose decoding compilers fuse into a 16-bit multiplication on every SM from 80; FP4 and FP8 are not fused
-    below the SM that multiplies them.
+    below the SM that multiplies them. Engines with kernels of ours have these as stored all the same.
     """
     if target.sm is None:
         return ("nvfp4", "int4", "int8", "fp8", "bf16")

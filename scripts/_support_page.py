@@ -95,8 +95,10 @@ def _table() -> str:
         "|---" * 11 + "|",
         *(_row(t) for t in TARGETS.values()),
         "",
-        "Weight formats: those it computes with as they are, smallest first. Drafts: speculators for few sequences at "
-        "a time with their draft lengths, best first. Plans: the share of memory they may take.\n",
+        "Weight formats: those it computes with as they are, smallest first; on GPUs, those of compilers: the kernels "
+        "that engines of TensorRT and ONNX Runtime CUDA carry take NVFP4 and FP8 as stored on every SM. Drafts: "
+        "speculators for few sequences at a time with their draft lengths, best first. Plans: the share of memory they "
+        "may take.\n",
     ]
     return "\n".join(rows)
 
