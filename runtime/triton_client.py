@@ -189,8 +189,12 @@ class TritonClient:
     # --- HTTP ------------------------------------------------------------------------------------------------
 
     def _over_http(self, inputs: Mapping[str, Any], deadline: float | None) -> Iterator[Mapping[str, Any]]:
-        host = urllib.parse.urlsplit(f"//{self._address}")
-        connection = http.client.HTTPConnection(host.hostname or "", host.port, timeout=_left(deadline))
+        try:
+            host = urllib.parse.urlsplit(f"//{self._address}")
+            port = host.port
+        except ValueError as error:
+            raise TritonError(f"{self._address} is no address: {error}.") from error
+        connection = http.client.HTTPConnection(host.hostname or "", port, timeout=_left(deadline))
         try:
             connection.request(
                 "POST",

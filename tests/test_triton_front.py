@@ -184,11 +184,14 @@ def test_too_many_are_refused(engine, monkeypatch):
         time.sleep(0.01)
     waiting = [ask(serving, text_input="x", max_tokens=2) for _ in range(2)]
     refused = ask(serving, text_input="x")
-    assert refused.error == "busy: 2 requests wait already"
+    assert refused.error == "2 requests wait for the engine to open", "a probe must not take that for busy"
+    monkeypatch.setattr(serving, "_engine", engine)
+    assert ask(serving, text_input="x").error == "busy: 2 requests wait already"
     serving._stepping_since = time.monotonic() - 100
     stuck = ask(serving, text_input="x")
     assert "a step has not ended for 100 seconds" in stuck.error
     serving._stepping_since = None
+    monkeypatch.undo()
     may_go.set()
     serving.close()
     for client in (first, *waiting):

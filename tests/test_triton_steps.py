@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ from nemo_build.runtime.request import Request
 from nemo_build.triton_repo import shared
 from nemo_build.triton_repo.arrays import from_rows, pack, to_rows, unpack
 from nemo_build.triton_repo.opening import Parts
-from nemo_build.triton_repo.shared import leftovers, remove, shared_arrays
+from nemo_build.triton_repo.shared import leftovers, release, shared_arrays
 from nemo_build.triton_repo.stages import chooser_of, describe
 
 from .triton_models import LocalModels, StepsFailedError
@@ -34,7 +37,7 @@ KEYS = itertools.count()
 def key():
     name = f"{os.getpid()}-test{next(KEYS)}"
     yield name
-    remove(name)
+    release(name)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +185,7 @@ def test_not_enough_memory_is_said(demo_engine_directory, key, monkeypatch):
     with pytest.raises(UserError, match=r"has room for 0 MB.*take \d+ MB") as caught:
         Parts(demo_engine_directory, Options(), f"{key}-2")
     assert "--shm-size" in caught.value.hint
-    remove(f"{key}-2")
+    release(f"{key}-2")
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=5))
@@ -227,6 +230,29 @@ def test_shared_arrays_are_the_same_memory(tmp_path):
     assert (second["b"] == 2).all()
     shared_arrays("999999999-x", layout, tmp_path)
     assert [p.name for p in leftovers(tmp_path)] == ["nemo-build-999999999-x"]
-    remove("1-x", tmp_path)
-    remove("1-x", tmp_path)
-    assert not (tmp_path / "nemo-build-1-x").exists()
+    command = (
+        "import sys, fcntl; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_SH); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    path = tmp_path / "nemo-build-1-x"
+    with subprocess.Popen(
+        [sys.executable, "-c", command, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        release("1-x", tmp_path)
+        assert path.exists(), "another process uses it"
+        other.stdin.close()
+    del first, second
+    gc.collect()
+    shared_arrays("1-x", layout, tmp_path)
+    release("1-x", tmp_path)
+    assert not path.exists()
+    release("1-x", tmp_path)
+
+
+def test_a_file_of_somebody_else_is_not_taken(tmp_path):
+    (tmp_path / "secret").write_text("kept")
+    (tmp_path / "nemo-build-1-x").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match="cannot be opened"):
+        shared_arrays("1-x", {"a": ((3,), "float32")}, tmp_path)
+    assert (tmp_path / "secret").read_text() == "kept"

@@ -33,6 +33,8 @@ _ONLY = {
     "num_return_sequences": 1,
     "beam_width": 1,
     "return_log_probs": False,
+    "return_perf_metrics": False,
+    "length_penalty": 1,
     "bad_words": "",
     "guided_decoding_guide": "",
     "guided_decoding_guide_type": "",
@@ -142,6 +144,9 @@ def _unmet(values: Mapping[str, Any], only: Mapping[str, Any]) -> list[str]:
 def _from_json(text: Any, problems: list[str]) -> dict[str, Any]:
     """Sampling parameters as one JSON object, which is how clients of vLLM's model send them."""
     if not text:
+        return {}
+    if not isinstance(text, str):
+        problems.append("sampling_parameters is no text")
         return {}
     if len(text) > _MOST_JSON:
         problems.append(f"sampling_parameters has {len(text)} characters; at most {_MOST_JSON} are taken")

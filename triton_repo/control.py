@@ -23,6 +23,10 @@ _LOADING = 900.0
 _POLL = 0.1
 
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks servers themselves, whatever proxy the environment names: they are on this machine or beside it."""
+
+
 class Control:
     """A server.
 
@@ -108,9 +112,9 @@ class Control:
     def _call(self, method: str, path: str, body: Any, seconds: float) -> Any:
         """Raises UserError: there is no answer, or an error."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._url}{path}", data, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as reply:
+            request = urllib.request.Request(f"{self._url}{path}", data, method=method)
+            with _DIRECT.open(request, timeout=seconds) as reply:
                 content = reply.read()
                 return json.loads(content) if content else {}
         except urllib.error.HTTPError as error:

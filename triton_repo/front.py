@@ -87,6 +87,8 @@ class Front:
         waiting = len(self._inbox) + (self._engine.statistics().waiting if self._engine else 0)
         if waiting < self._most_waiting:
             return None
+        if self._engine is None:
+            return f"{waiting} requests wait for the engine to open", False
         since = self._stepping_since
         if since is not None and time.monotonic() - since > _STUCK:
             return f"a step has not ended for {time.monotonic() - since:.0f} seconds", False

@@ -91,6 +91,9 @@ def add_version(
     # What a server looks at last is moved in last: the version of the front.
     with ExitStack() as stack:
         holder = repository.parent / f".{repository.name}.v{version}"
+        # Left behind by a command that was killed before its version was there.
+        for path in (holder, *(repository / name for name in parts.names.values())):
+            shutil.rmtree(path, ignore_errors=True)
         stack.callback(shutil.rmtree, holder, ignore_errors=True)
         holder.mkdir()
         parts.write(holder, reference=reference)

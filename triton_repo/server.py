@@ -92,39 +92,43 @@ class TritonServer:
         self._regions: set[Path] = set()
         package = _package()
         self._backends = Path(tempfile.mkdtemp(prefix="nemo-build-triton-"))
-        stub = package / "python_backend_stubs" / f"{sys.version_info[0]}.{sys.version_info[1]}"
-        (self._backends / "python").mkdir()
-        for source in [
-            *(package / "backends/python" / n for n in _BACKEND),
-            stub / "triton_python_backend_stub",
-        ]:
-            (self._backends / "python" / source.name).symlink_to(source)
-        for path in leftovers():
-            path.unlink(missing_ok=True)
-        command = [
-            str(package / "bin/tritonserver"),
-            f"--model-repository={repository.resolve()}",
-            f"--backend-directory={self._backends}",
-            f"--cache-directory={package / 'caches'}",
-            "--disable-auto-complete-config",
-            "--model-control-mode=explicit",
-            *(f"--load-model={name}" for name in models),
-            f"--exit-timeout-secs={_EXIT}",
-            *(f"--{kind}-address={_HOST}" for kind in ("http", "grpc", "metrics")),
-            f"--http-port={ports.http}",
-            f"--grpc-port={ports.grpc}",
-            f"--metrics-port={ports.metrics}",
-            *arguments,
-        ]
-        # A session of its own, so that what it started can be ended with it: its stubs ignore SIGTERM.
-        self.process = subprocess.Popen(
-            command,
-            env=_environment(package),
-            stdin=subprocess.DEVNULL,
-            stdout=log or sys.stderr,
-            stderr=log or sys.stderr,
-            start_new_session=True,
-        )
+        try:
+            stub = package / "python_backend_stubs" / f"{sys.version_info[0]}.{sys.version_info[1]}"
+            (self._backends / "python").mkdir()
+            for source in [
+                *(package / "backends/python" / n for n in _BACKEND),
+                stub / "triton_python_backend_stub",
+            ]:
+                (self._backends / "python" / source.name).symlink_to(source)
+            for path in leftovers():
+                path.unlink(missing_ok=True)
+            command = [
+                str(package / "bin/tritonserver"),
+                f"--model-repository={repository.resolve()}",
+                f"--backend-directory={self._backends}",
+                f"--cache-directory={package / 'caches'}",
+                "--disable-auto-complete-config",
+                "--model-control-mode=explicit",
+                *(f"--load-model={name}" for name in models),
+                f"--exit-timeout-secs={_EXIT}",
+                *(f"--{kind}-address={_HOST}" for kind in ("http", "grpc", "metrics")),
+                f"--http-port={ports.http}",
+                f"--grpc-port={ports.grpc}",
+                f"--metrics-port={ports.metrics}",
+                *arguments,
+            ]
+            # A session of its own, so that what it started can be ended with it: its stubs ignore SIGTERM.
+            self.process = subprocess.Popen(
+                command,
+                env=_environment(package),
+                stdin=subprocess.DEVNULL,
+                stdout=log or sys.stderr,
+                stderr=log or sys.stderr,
+                start_new_session=True,
+            )
+        except BaseException:
+            shutil.rmtree(self._backends, ignore_errors=True)
+            raise
 
     def wait(self, seconds: float = 120.0) -> None:
         """Wait until all models are ready.
@@ -147,7 +151,7 @@ class TritonServer:
         """Whether the server says so."""
         with suppress(urllib.error.URLError, OSError):
             url = f"http://{_HOST}:{self.ports.http}/v2/health/ready"
-            with urllib.request.urlopen(url, timeout=5) as reply:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as reply:
                 return bool(reply.status == 200)
         return False
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,20 +56,15 @@ class Supervisor:
     ) -> None:
         self._repository, self._ports, self._say, self._log, self._every = repository, ports, say, log, every
         self._control = Control(f"127.0.0.1:{ports.http}")
-        self._stop = threading.Event()
-
-    def stop(self) -> None:
-        """Have :meth:`run` return soon; for other threads and signal handlers."""
-        self._stop.set()
 
     def run(self) -> None:
-        """Serve until :meth:`stop` is called or an exception, such as an interruption, comes.
+        """Serve until an exception comes, such as an interruption.
 
         Raises:
             UserError: The server does not start, or not again.
         """
         starts = 0
-        while not self._stop.is_set():
+        while True:
             served = max(versions(self._repository).items())
             version, models = served[0], served[1].all_models
             starts += 1
@@ -79,8 +73,6 @@ class Supervisor:
                 self._say(f"version {version} is served at http://127.0.0.1:{self._ports.http}")
                 while self._works(server):
                     starts = 0
-                if self._stop.is_set():
-                    return
             if starts == _MOST_STARTS:
                 raise UserError(
                     f"The server does not answer, though it was started {starts} times.",
@@ -93,16 +85,18 @@ class Supervisor:
         is_alive = server.alive()
         problem = self._control.probe(_PROBE) if is_alive else None
         if is_alive and problem is None:
-            self._stop.wait(self._every)
-            return not self._stop.is_set()
-        if self._stop.is_set():
-            return False
+            time.sleep(self._every)
+            return True
         if not server.alive():
             self._say(f"the server ended with exit code {server.process.returncode}")
             return False
         self._say(f"{problem}; its models are loaded again")
+        served = versions(self._repository).get(self._served())
+        if served is None:
+            self._say("the version that the server has is not in the repository any more")
+            return False
         try:
-            self._control.reload(versions(self._repository)[self._served()].all_models)
+            self._control.reload(served.all_models)
         except UserError as error:
             self._say(str(error))
             return False

@@ -10,8 +10,8 @@ Tensors are few, as each costs time in every process it goes through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class EnsembleSpec:
     name: str
     models: tuple[ModelSpec, ...]
     outputs: tuple[str, ...]
-    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def inputs(self) -> list[TensorSpec]:
         """What the ensemble is given: all that none of its models gives."""

@@ -101,10 +101,7 @@ class BlockWorker:
         for number, start in zip(batch["number"], batch["start"], strict=True):
             rows = list(_rows(self._source, int(start), self._block))
             answers = complete(self._engine, rows, int(number) * self._block)
-            lines = [
-                json.dumps(row | answer, ensure_ascii=False)
-                for row, answer in zip(rows, answers, strict=True)
-            ]
+            lines = [json.dumps(row | answer) for row, answer in zip(rows, answers, strict=True)]
             publish_file(_part(self._parts, int(number)), "".join(f"{line}\n" for line in lines))
         return batch
 

@@ -104,6 +104,8 @@ def with_params(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
     """
     bias = given.get("logit_bias")
     if isinstance(bias, Mapping):
-        found = {int(t) if isinstance(t, str) and t.isdecimal() else t: b for t, b in bias.items()}
+        found = {
+            int(t) if isinstance(t, str) and t.isdecimal() and len(t) < 10 else t: b for t, b in bias.items()
+        }
         given = {**given, "logit_bias": found}
     return replace(defaults, **given)

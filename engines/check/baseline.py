@@ -258,5 +258,9 @@ def _day(text: str) -> datetime.date:
 def _yaml(path: Path) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
-    except yaml.YAMLError as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # also bytes that are no text, and days that are none
         raise UserError(f"{path} is no YAML: {error}") from error

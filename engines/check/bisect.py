@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,6 +102,8 @@ def bisect(
         raise UserError(f"Tokens {wrong} are not all within 0..{sizes[0]['vocab_size'] - 1}.")
     left, right = trace(a, fed, graph=graph), trace(b, fed, graph=graph)
     steps = compare(left, right, tolerance)
+    if not steps:
+        raise UserError(f"{a} and {b} compute nothing of the same name in {graph}.")
     beyond = [s for s in steps if not s.error <= tolerance]
     own = [s for s in beyond if not s.error <= _GROWTH * max(s.inherited, tolerance / _GROWTH)]
     return Bisected(
@@ -118,17 +121,19 @@ def bisect(
 
 
 def compare(left: Traced, right: Traced, tolerance: float) -> list[Step]:
-    """Errors of the values that both have in one shape, in the order of the second."""
+    """Errors of the values that both have, in the order of the second; infinite where shapes differ."""
     errors: dict[str, float] = {}
     steps = []
     for name, found in right.values.items():
         want = left.values.get(name)
-        if want is None or want.shape != found.shape:
+        if want is None:
             continue
-        errors[name] = relative_error(want, found)
+        alike = want.shape == found.shape
+        errors[name] = relative_error(want, found) if alike else math.inf
         op, inputs = right.ops[name]
         inherited = max((errors.get(i, 0.0) for i in inputs), default=0.0)
-        position = None if errors[name] <= tolerance else _position(want, found, tolerance)
+        is_close = errors[name] <= tolerance
+        position = None if is_close or not alike else _position(want, found, tolerance)
         steps.append(Step(name, op, errors[name], inherited, position))
     return steps
 

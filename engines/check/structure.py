@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from nemo_build.engines.check.subject import Subject
 
+KERNELS = "kernels/"
+"""Where engines keep machine code."""
+
 _SECTIONS = {
     "tokenizer.json": "tokenizer",
     "tokenizer_config.json": "tokenizer",
@@ -47,11 +50,13 @@ def structure_of(subject: Subject) -> dict[str, dict[str, Any]]:
         name: {} for name in ("tokenizer", "template", "generation", "config", "options")
     }
     for name, digest in manifest["files"].items():
-        found[_SECTIONS.get(name, "config")][name] = digest[:_DIGITS]
+        if not name.startswith(KERNELS):
+            found[_SECTIONS.get(name, "config")][name] = digest[:_DIGITS]
     found["options"] = {**manifest["options"], **{n: str(v) for n, v in manifest["graph_options"].items()}}
     found["spec"] = _flat(manifest["spec"])
     found["versions"] = _versions(manifest)
     found |= {"graphs": {}, "attributes": {}, "wiring": {}}
+    found["graphs"] |= {n: d[:_DIGITS] for n, d in manifest["files"].items() if n.startswith(KERNELS)}
     for name, graph in manifest["graphs"].items():
         found["graphs"][name] = graph["sha256"][:_DIGITS]
         if str(graph["file"]).endswith(".onnx"):

@@ -58,7 +58,7 @@ class Suite:
         """
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(f"{path} is no YAML: {error}") from error
         problems: list[str] = []
         suite = cls(*_parse(content, problems), path)

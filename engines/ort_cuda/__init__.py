@@ -15,9 +15,6 @@ from nemo_build.plugins.libraries import library_file
 NAME = "onnxruntime-cuda"
 """The backend's name in an engine's manifest."""
 
-TITLE = "ONNX Runtime on CUDA"
-"""What people call it."""
-
 PROVIDER = "CUDAExecutionProvider"
 """ONNX Runtime's name of the provider."""
 

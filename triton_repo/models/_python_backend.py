@@ -15,6 +15,9 @@ from nemo_build.errors import UserError
 from nemo_build.triton_repo.arrays import Tensors
 from nemo_build.triton_repo.settings import RepositorySettings
 
+FAILED = "the model failed: "
+"""How messages of errors begin that a model of ours answers with, rather than the server for it."""
+
 
 def settings_of(arguments: Mapping[str, str]) -> tuple[RepositorySettings, Path]:
     """The settings of a version of a model, and that version's folder."""
@@ -40,10 +43,10 @@ def answer_all(requests: Iterable[Any], run: Callable[[dict[str, NDArray[Any]]],
         try:
             found = run(read(request))
         except UserError as error:
-            responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))))
+            responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{FAILED}{error}")))
         except Exception as error:  # the server's log says where; whoever asked, what
             traceback.print_exc()
-            message = f"{type(error).__name__}: {error}"
+            message = f"{FAILED}{type(error).__name__}: {error}"
             responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError(message)))
         else:
             responses.append(

@@ -17,12 +17,15 @@ from nemo_build.runtime.engine import Engine
 from nemo_build.runtime.steps import StateLostError
 from nemo_build.triton_repo.arrays import Tensors
 from nemo_build.triton_repo.front import Front
-from nemo_build.triton_repo.models._python_backend import call, read, settings_of, tensors
+from nemo_build.triton_repo.models._python_backend import FAILED, call, read, settings_of, tensors
 from nemo_build.triton_repo.remote import StepsFailedError
-from nemo_build.triton_repo.shared import remove, server_key
+from nemo_build.triton_repo.shared import release, server_key
 
 _OWN = "triton_"
 """How the names of parameters begin that are meant for the server."""
+
+_DEAD = ("is not healthy", "not ready", "not found")
+"""What the server says of a model that does not answer."""
 
 _WAIT = 0.05
 """Seconds between looks at whether a model is ready."""
@@ -49,7 +52,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Answer what was asked, then go."""
         self._front.close()
-        remove(self._key)
+        release(self._key)
 
     def _connect(self) -> Engine:
         settings = self._settings
@@ -82,9 +85,9 @@ class _Neighbours:
         try:
             return call(self._names[model], inputs, outputs)
         except RuntimeError as error:
-            if "is not healthy" in str(error) or "not ready" in str(error) or "not found" in str(error):
-                raise StepsFailedError(str(error)) from error
-            raise
+            if FAILED in str(error) or not any(words in str(error) for words in _DEAD):
+                raise
+            raise StepsFailedError(str(error)) from error
 
     def repair(self) -> None:
         """Load all of them again, in the order of a step; a model whose process has died says that it is ready."""

@@ -54,19 +54,21 @@ def measure(subject: Subject, settings: Settings) -> dict[str, Any]:
     if not _STATUS.is_file():
         raise Skip("only Linux tells the peak of a process's memory")
     subject.engine()  # raises Skip if it cannot run here
+    options = subject.manifest["options"]
+    if options["max_context"] <= settings.output:
+        raise Skip(f"the engine's context has no room for {settings.output} tokens after a prompt")
     arguments = {
         "engine": str(subject.path),
         "speculate": subject.speculator,
-        "sequences": settings.sequences,
+        "sequences": min(settings.sequences, options["max_sequences"]),
         "tokens": settings.tokens,
         "output": settings.output,
     }
     command = [sys.executable, "-m", __name__, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise BundleError(
-            f"the process that opens the engine failed: {done.stderr.strip().splitlines()[-1:]}"
-        )
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise BundleError(f"the process that opens the engine failed: {last}")
     return {"peak bytes": int(done.stdout.split()[-1])}
 
 

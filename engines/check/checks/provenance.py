@@ -15,6 +15,7 @@ from typing import Any
 from nemo_build.bundle import sha256_file
 from nemo_build.engines.check.checks import Judgement
 from nemo_build.engines.check.checks import Settings as Base
+from nemo_build.engines.check.structure import KERNELS
 from nemo_build.engines.check.subject import Subject
 from nemo_build.engines.check.verdict import Figure, Status
 
@@ -49,7 +50,7 @@ def measure(subject: Subject, settings: Settings) -> dict[str, Any]:
     digests = {"checkpoint": inputs.get("checkpoint_digest", "unknown"), **inputs.get("drafter_digests", {})}
     return {
         "inputs": {name: str(digest)[:16] for name, digest in digests.items()},
-        "texts": {name: digest[:16] for name, digest in sorted(manifest["files"].items())},
+        "texts": {n: d[:16] for n, d in sorted(manifest["files"].items()) if not n.startswith(KERNELS)},
         "licences": licences(),
         "damaged": damaged,
     }
