@@ -163,8 +163,9 @@ def test_demo_checkpoint_for_every_target(target, demo_bundle, tmp_path):
 
 @pytest.mark.slow
 @needs_package
-@pytest.mark.parametrize("target", ["a100", "rtx-30", "l40s", "rtx-50", "dgx-spark"])
-@pytest.mark.parametrize("weights", ["auto", "int4"])
+@pytest.mark.parametrize(
+    ("target", "weights"), [("a100", "auto"), ("l40s", "auto"), ("dgx-spark", "auto"), ("rtx-50", "int4")]
+)
 def test_demo_checkpoint_with_all_phases(target, weights, demo_bundle, tmp_path):
     require_demo(demo_bundle, tmp_path / "engine", target, weights, "decode,prefill")
 
@@ -172,11 +173,11 @@ def test_demo_checkpoint_with_all_phases(target, weights, demo_bundle, tmp_path)
 @pytest.mark.slow
 @needs_package
 @needs_allocator
-@pytest.mark.parametrize("target", ["a100", "rtx-30", "l40s", "rtx-50", "dgx-spark"])
-def test_ten_builds_are_the_same_while_the_machine_is_busy(target, demo_bundle, tmp_path):
+@pytest.mark.parametrize("target", ["rtx-30", "dgx-spark"])
+def test_builds_are_the_same_while_the_machine_is_busy(target, demo_bundle, tmp_path):
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
-        for i in range(10):
+        for i in range(5):
             options = BuildOptions(max_sequences=4, max_context=1024, phases="decode")
             build_engine(demo_bundle, tmp_path / str(i), target, options, use_cache=False)
             require_same(tmp_path / "0", tmp_path / str(i))
