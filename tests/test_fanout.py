@@ -239,6 +239,10 @@ def cluster() -> Iterator[remote.RayRunner]:
     command += ["--port", str(_free_port(port)), "--ray-client-server-port", str(port)]
     command += ["--num-cpus", "2", "--object-store-memory", "100000000", "--include-dashboard", "false"]
     command += ["--resources", '{"nemo_target_cpu": 1, "nemo_target_h100": 1}', "--disable-usage-stats"]
+    patch = pytest.MonkeyPatch()
+    patch.setenv(
+        "RAY_AUTH_MODE", "disabled"
+    )  # a token that some other cluster has left asks for one here too
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -246,6 +250,7 @@ def cluster() -> Iterator[remote.RayRunner]:
         with _connected(f"ray://127.0.0.1:{port}") as runner:
             yield runner
     finally:
+        patch.undo()
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
