@@ -150,11 +150,13 @@ def test_four_over_six_is_no_worse_block_by_block(weight):
     four = nvfp4.encode(weight, four_over_six=True)
     sixth = np.abs(x).max(axis=1) / np.float32(6)
     scale = np.clip(sixth * np.float32(256) / (amax / np.float32(6)), 2.0**-9, 448)
+    # Where a scale lies between two, the order of operations decides to which it is rounded.
+    sure = np.equal(*((scale * np.float32(f)).astype(ml_dtypes.float8_e4m3fn) for f in (1 - 1e-6, 1 + 1e-6)))
     scale = scale.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)[:, None] * four.scale_2
     six = nvfp4.E2M1[nvfp4._magnitude_codes(x / scale)] * scale
     error = np.square(np.abs(x) - six, dtype=np.float64).sum(axis=1)
     ours_ = np.square(x - four.decode().reshape(-1, 16), dtype=np.float64).sum(axis=1)
-    assert (ours_ <= error * (1 + 1e-5) + (amax * 2.0**-12) ** 2).all()
+    assert (ours_ <= error * (1 + 1e-5) + (amax * 2.0**-12) ** 2)[sure].all()
 
 
 @pytest.mark.parametrize("name", ["reference", *native.SETS])
