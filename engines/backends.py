@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nemo_build.engines.session import Graph, Session
 from nemo_build.errors import BundleError, UserError
 from nemo_build.plugins import native
+from nemo_build.state import RECURRENT
 
 if TYPE_CHECKING:
     from nemo_build.engines.gpu.opening import GpuBackend
@@ -178,7 +179,6 @@ def _backend(directory: Path, manifest: Mapping[str, Any]) -> Backend:
 
 
 def _tensorrt_rtx() -> GpuBackend:
-    from nemo_build.engines.gpu.state import RECURRENT
     from nemo_build.engines.tensorrt_rtx import LIBRARY
 
     return _plans(LIBRARY, doubled=RECURRENT)

@@ -8,6 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+CACHES = ("key", "value")
+"""Kinds of state that have a row for each position."""
+
+RECURRENT = ("conv", "ssm", "ssm_pending")
+"""Kinds of state that a step reads and writes whole."""
+
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 
 
@@ -17,7 +23,7 @@ class StateSpec:
 
     Attributes:
         name: Name of the graph input.
-        kind: ``conv``, ``ssm``, ``ssm_pending``, ``key`` or ``value``.
+        kind: One of :data:`RECURRENT` or :data:`CACHES`.
         shape: Dimensions; a string is a sum of numbers and of ``slots``, ``pending`` (tokens that a step may
             leave uncommitted) and ``context`` (positions of a cache), for example ``"3+pending"``.
         dtype: ``float32``, ``float16``, ``bfloat16`` or ``fp8`` (E4M3).

@@ -22,10 +22,10 @@ from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.engines.gpu.device import CaptureError, Memory, Region
 from nemo_build.engines.gpu.executor import Binding
 from nemo_build.engines.gpu.opening import GpuBackend
-from nemo_build.engines.gpu.state import RECURRENT
 from nemo_build.engines.trt.lowering import OVERFLOW
 from nemo_build.engines.trt.phases import DECODE, PREFILL, phases_of
 from nemo_build.errors import PlanError
+from nemo_build.state import RECURRENT
 
 from .tensorrt_rtx_runner import LoweredGraph
 

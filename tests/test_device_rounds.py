@@ -14,7 +14,6 @@ import pytest
 from nemo_build.bundle import ENGINE_BUNDLE, read_manifest, write_manifest
 from nemo_build.engines import backends
 from nemo_build.engines.gpu.round import Rounds
-from nemo_build.engines.gpu.state import RECURRENT
 from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.session import StepBatch
 from nemo_build.engines.trt.emitter import Emitter
@@ -25,6 +24,7 @@ from nemo_build.runtime.prefix_cache import PrefixCache
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.sampling import NonFiniteLogitsError
 from nemo_build.runtime.speculation.lengths import DraftLengthController
+from nemo_build.state import RECURRENT
 
 from .fake_cuda import HostEngine
 

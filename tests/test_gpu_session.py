@@ -10,11 +10,11 @@ import pytest
 
 from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.engines import backends
-from nemo_build.engines.gpu.state import RECURRENT
 from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.session import StepBatch
 from nemo_build.errors import BundleError, RequestError
 from nemo_build.runtime import Engine, SamplingParams, Scheduling
+from nemo_build.state import RECURRENT
 
 from .fake_cuda import HostDevice, HostEngine
 

@@ -21,9 +21,9 @@ from nemo_build.engines.gpu.constants import Constants
 from nemo_build.engines.gpu.device import Region, obstacles, require_space
 from nemo_build.engines.gpu.replay import HostBlocks
 from nemo_build.engines.gpu.rows import Rows, Run, arrange, pieces, split, whole
-from nemo_build.engines.gpu.state import RECURRENT, BufferView, States, portable
+from nemo_build.engines.gpu.state import BufferView, States, portable
 from nemo_build.errors import BundleError, PlanError
-from nemo_build.state import StateSpec, stays_pending
+from nemo_build.state import RECURRENT, StateSpec, stays_pending
 
 from .fake_cuda import HostDevice
 

@@ -24,7 +24,7 @@ from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
 from nemo_build.engines.trt.phases import Phase
 from nemo_build.plugins.gpu.kernel import resolve
 from nemo_build.spec import ModelSpec
-from nemo_build.state import StateSpec
+from nemo_build.state import CACHES, RECURRENT, StateSpec
 
 WEIGHTS = ("auto",)
 """How an engine may hold projections: as they are stored, unquantized ones in the type of activations."""
@@ -33,7 +33,6 @@ ACTIVATIONS = ("auto", "bfloat16", "float32")
 """What projections may round their inputs to; ``auto`` is the checkpoint's own rounding, else bfloat16."""
 
 _ITEM = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8}
-_CACHES = ("key", "value")
 
 
 def kernel_settings(manifest: dict[str, Any], options: BuildOptions) -> tuple[dict[str, Any], list[str]]:
@@ -82,8 +81,8 @@ class KernelGraphs:
         slots, context = self._settings["max_sequences"], self._settings["max_context"]
         weights = sum(weight.nbytes for weight in self.weights.weights.values())
         states = {s.name: s for graph in self.graphs for s in graph.states}.values()
-        state = sum(s.nbytes({"slots": slots}) for s in states if s.kind not in _CACHES)
-        cache = sum(s.nbytes({"slots": slots}) for s in states if s.kind in _CACHES)
+        state = sum(s.nbytes({"slots": slots}) for s in states if s.kind in RECURRENT)
+        cache = sum(s.nbytes({"slots": slots}) for s in states if s.kind in CACHES)
         logits = 4 * self._spec.vocab_size * max(graph.phase.logit_rows for graph in self.graphs)
         buffers = max(_kernel_buffers(graph, self.tables[graph.name]) for graph in self.graphs)
         activations = step_activations(self._spec, self.graphs, slots, context) + buffers + logits

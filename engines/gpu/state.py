@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 
 from nemo_build.engines.gpu.device import Device, Region
 from nemo_build.engines.gpu.executor import Binding
-from nemo_build.state import StateSpec
-
-RECURRENT = ("conv", "ssm", "ssm_pending")
-"""Kinds of state that have no positions."""
+from nemo_build.state import CACHES, StateSpec
 
 _DTYPES: Mapping[str, Any] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -39,7 +36,7 @@ def portable(spec: StateSpec, pending: int, cache_rows: int) -> StateSpec:
         shape[1] = f"{int(shape[1]) - pending}+pending"
     elif spec.kind == "ssm_pending":
         shape[1] = "pending"
-    elif spec.kind in ("key", "value"):
+    elif spec.kind in CACHES:
         shape[shape.index(cache_rows, 2)] = "context"
     return replace(spec, shape=tuple(shape))
 

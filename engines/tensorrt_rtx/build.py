@@ -43,7 +43,7 @@ from nemo_build.engines.trt.phases import EXPERT_ROWS, PREFILL, Phase
 from nemo_build.engines.weights import place, point_at, write_packed
 from nemo_build.errors import UserError
 from nemo_build.spec import ModelSpec
-from nemo_build.state import StateSpec
+from nemo_build.state import CACHES, RECURRENT, StateSpec
 
 GPUS = tuple(sorted(RTX_SMS))
 """What an engine for all GPUs is for, compute capability times ten."""
@@ -55,7 +55,6 @@ ACTIVATIONS = ("auto", "bfloat16", "float32")
 """What projections may round their inputs to; ``auto`` is the checkpoint's own rounding, else bfloat16."""
 
 _WEIGHTS_FILE = "weights.bin"
-_DOUBLED = ("conv", "ssm", "ssm_pending")  # read and written by one step, so a step has two of each
 
 
 class Compiling:
@@ -116,8 +115,9 @@ class Compiling:
         sizes = {name: weight.nbytes for name, weight in self._table.weights.items()}
         weights = sum(sizes[name] for graph in self._graphs for name in graph.weights())
         states = {s.name: s for graph in self._graphs for s in graph.states}.values()
-        state = sum(2 * s.nbytes({"slots": slots}) for s in states if s.kind in _DOUBLED)
-        cache = sum(s.nbytes({"slots": slots}) for s in states if s.kind not in _DOUBLED)
+        # Read and written by one step, so a step has two of each.
+        state = sum(2 * s.nbytes({"slots": slots}) for s in states if s.kind in RECURRENT)
+        cache = sum(s.nbytes({"slots": slots}) for s in states if s.kind in CACHES)
         buffers = 0
         if spec.moe and any(graph.phase.name == PREFILL for graph in self._graphs):
             width = spec.moe.latent_size or spec.hidden_size

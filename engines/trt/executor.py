@@ -14,6 +14,7 @@ from nemo_build.engines.gpu.executor import Binding, Opener
 from nemo_build.engines.trt import Library
 from nemo_build.engines.trt.kept_kernels import KeptKernels
 from nemo_build.errors import BundleError
+from nemo_build.state import RECURRENT
 
 
 def opener(library: Library) -> Opener:
@@ -139,7 +140,7 @@ class _Context:
 
 def _recurrent(entry: Mapping[str, Any]) -> str | None:
     """The first state of a graph that is not a cache."""
-    return next((s["name"] for s in entry["state"] if s["kind"] not in ("key", "value")), None)
+    return next((s["name"] for s in entry["state"] if s["kind"] in RECURRENT), None)
 
 
 def _read(runtime: Any, logger: Any, path: Path, device: Device) -> Any:

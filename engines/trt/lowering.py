@@ -20,7 +20,7 @@ from nemo_build.engines.trt.ops import Context, op_modules, refuse
 from nemo_build.engines.trt.phases import DECODE, PREFILL, Phase
 from nemo_build.engines.weights import CopiedWeight, Weight
 from nemo_build.plugins.schema import DOMAIN
-from nemo_build.state import StateSpec
+from nemo_build.state import CACHES, StateSpec
 
 Lower = Callable[[Context, onnx.NodeProto], None]
 """Emits what takes the place of a custom op's node."""
@@ -41,7 +41,6 @@ HIDDEN_ROWS = "hidden_rows"
 _STATE_KEY = "nemo_build.state"
 _IR_VERSION = 11  # the first with FLOAT4E2M1
 _OPSET = 24  # the first with TensorScatter
-_CACHES = ("key", "value")
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 
 
@@ -129,7 +128,7 @@ def lowered_states(model: onnx.ModelProto, phase: Phase, compute: int = BFLOAT16
     sizes = {"slots": phase.slots, "pending": phase.pending, "context": phase.cache_rows}
     cache_type = _DTYPES[COMPUTE_NAMES[compute]]
     return [
-        replace(s, shape=("slots", *s.resolve(sizes)[1:]), dtype=cache_type if s.kind in _CACHES else s.dtype)
+        replace(s, shape=("slots", *s.resolve(sizes)[1:]), dtype=cache_type if s.kind in CACHES else s.dtype)
         for s in portable
     ]
 
