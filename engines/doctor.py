@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import nemo_build
 from nemo_build.engines import tensorrt, tensorrt_rtx
+from nemo_build.engines.machine import processor, query_gpus
 from nemo_build.engines.plan import host_memory
 from nemo_build.engines.tensorrt.gpu import find_driver
 from nemo_build.engines.trt import Library
@@ -83,7 +82,7 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Look at the machine and try the backends."""
-    name, flags = _cpu()
+    name, flags = processor()
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "nemo-build": nemo_build.__version__,
@@ -126,33 +125,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu() -> tuple[str, frozenset[str]]:
-    """Name and features; the features are known on Linux only."""
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return platform.processor() or platform.machine(), frozenset()
-    fields: dict[str, str] = {}
-    for line in info.read_text().splitlines():
-        name, _, value = line.partition(":")
-        fields[name.strip()] = value.strip()
-    flags = fields.get("flags", fields.get("Features", ""))
-    return fields.get("model name", platform.machine()), frozenset(flags.split())
-
-
 def _gpus() -> tuple[str, ...]:
-    """Name, memory and driver of each GPU as ``nvidia-smi`` tells; empty if there is no such program."""
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    """Name, memory and driver of each GPU; empty if there is none."""
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return tuple(query_gpus("name", "memory.total", "driver_version"))
+    except OSError as error:
         return (f"nvidia-smi failed: {error}",)
-    return (
-        tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
-        if done.returncode == 0
-        else ()
-    )
 
 
 def _try_onnxruntime(provider: str, name: str) -> Backend:

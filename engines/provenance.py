@@ -9,14 +9,13 @@ and the command that makes it again, rather than run to see what happens.
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nemo_build.bundle import check_files, sha256_json
+from nemo_build.engines.machine import query_gpus
 from nemo_build.errors import BundleError
 from nemo_build.plugins import panels
 from nemo_build.plugins.registry import plugins_by_name
@@ -79,14 +78,10 @@ def rebuild_command(directory: Path, manifest: Mapping[str, Any]) -> str:
 
 def gpu_capabilities() -> list[int]:
     """Compute capability times ten of each GPU as ``nvidia-smi`` tells; empty if there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        lines = query_gpus("compute_cap")
+    except OSError:
         return []
-    lines = done.stdout.split() if done.returncode == 0 else []
     return [round(10 * float(line)) for line in lines if line.replace(".", "", 1).isdecimal()]
 
 

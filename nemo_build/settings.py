@@ -31,11 +31,16 @@ def cache_directory() -> Path:
         raise UserError("There is no home directory for the build cache.", hint=hint) from error
 
 
+def cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def threads() -> int:
     """Threads of the CPU engine. Raises UserError for a value that is not a positive integer."""
     value = os.environ.get("NEMO_BUILD_THREADS")
     if value is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cpus()
     if not value.isdecimal() or int(value) == 0:
         raise UserError(f"NEMO_BUILD_THREADS is {value!r}; it must be a positive whole number.")
     return int(value)

@@ -11,8 +11,9 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from nemo_build.engines.check.prompts import log_softmax, logits_of
+from nemo_build.engines.check.prompts import logits_of
 from nemo_build.errors import UserError
+from nemo_build.export.quantize.evaluation import log_softmax
 
 if TYPE_CHECKING:
     from nemo_build.runtime.engine import Engine

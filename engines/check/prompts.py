@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import Session, StepBatch
+from nemo_build.state import stays_pending
 
 if TYPE_CHECKING:
     from nemo_build.runtime.engine import Engine
@@ -58,11 +59,5 @@ def logits_of(
         batch = StepBatch.of_rows([part], past=[past], slots=[slot], accepted=[pending], logits="all")
         found.append(session.step(batch).logits)
         past += len(part)
-        pending = len(part) if 1 < len(part) <= session.pending else 0
+        pending = len(part) if stays_pending(len(part), session.pending) else 0
     return np.concatenate(found)
-
-
-def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Natural log-probabilities of rows."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))

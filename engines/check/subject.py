@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
-import subprocess
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nemo_build.bundle import ENGINE_BUNDLE, read_manifest, sha256_file, sha256_json
 from nemo_build.engines.check.baseline import Key
 from nemo_build.engines.check.checks import Skip
+from nemo_build.engines.machine import processor, query_gpus
 from nemo_build.engines.plan import host_memory
 from nemo_build.engines.provenance import check_engine
-from nemo_build.settings import instruction_set
+from nemo_build.settings import cpus, instruction_set
 from nemo_build.settings import threads as default_threads
 
 if TYPE_CHECKING:
@@ -129,31 +127,18 @@ class Subject:
 def machine() -> dict[str, Any]:
     """What figures of speed depend on beside the engine: plain data."""
     return {
-        "processor": _processor(),
+        "processor": processor()[0],
         "architecture": platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": cpus(),
         "threads": default_threads(),
         "instruction_set": instruction_set() or "best",
         "gpus": _gpus(),
     }
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def _gpus() -> list[str]:
-    """Name and driver of each GPU, as ``nvidia-smi`` tells; empty if there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    """Name and driver of each GPU; empty if there is none, or they do not answer."""
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        return query_gpus("name", "driver_version")
+    except OSError:
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []

@@ -46,7 +46,7 @@ def evaluate(original: Logits, quantized: Logits, sequences: Sequence[Sequence[i
     """Compare two models on token sequences of at least two tokens each."""
     divergence, agree, losses, losses_original = [], [], [], []
     for tokens in sequences:
-        p, q = (_log_softmax(model(tokens)) for model in (original, quantized))
+        p, q = (log_softmax(model(tokens)) for model in (original, quantized))
         divergence.append((np.exp(p) * (p - q)).sum(axis=-1))
         agree.append(p.argmax(axis=-1) == q.argmax(axis=-1))
         following = np.asarray(tokens[1:])
@@ -64,7 +64,8 @@ def evaluate(original: Logits, quantized: Logits, sequences: Sequence[Sequence[i
     )
 
 
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Natural log-probabilities of rows ``[..., V]``."""
     x = logits.astype(np.float64)
     x -= x.max(axis=-1, keepdims=True)
     normalised: NDArray[np.float64] = x - np.log(np.exp(x).sum(axis=-1, keepdims=True))

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nemo_build.engines.machine import processor
 from nemo_build.plugins import native
+from nemo_build.settings import cpus
 
 T = TypeVar("T")
 
@@ -42,11 +44,10 @@ class Cpu:
 
 def machine() -> dict[str, Any]:
     """What figures are taken on: date, processor, cores of this process, instruction set of the CPU kernels."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return {
         "date": datetime.date.today().isoformat(),
-        "cpu": next(line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": processor()[0],
+        "cores": cpus(),
         "instruction_set": native.chosen(),
     }
 

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from nemo_build.engines.check.checks import Judgement
 from nemo_build.engines.check.checks import Settings as Base
-from nemo_build.engines.check.prompts import log_softmax, logits_of, token_sequences
+from nemo_build.engines.check.prompts import logits_of, token_sequences
 from nemo_build.engines.check.subject import Subject
 from nemo_build.engines.check.trace import can_trace, relative_error, trace
 from nemo_build.engines.check.verdict import Figure, Status
+from nemo_build.export.quantize.evaluation import log_softmax
 
 NAME = "numerics"
 MEASURED = ("sequences", "tokens", "every", "top", "sample")

@@ -16,10 +16,11 @@ import numpy as np
 
 from nemo_build.engines.check.checks import Judgement
 from nemo_build.engines.check.checks import Settings as Base
-from nemo_build.engines.check.prompts import log_softmax, logits_of, token_sequences
+from nemo_build.engines.check.prompts import logits_of, token_sequences
 from nemo_build.engines.check.statistics import paired_interval
 from nemo_build.engines.check.subject import Subject
 from nemo_build.engines.check.verdict import Figure, Status
+from nemo_build.export.quantize.evaluation import log_softmax
 
 NAME = "quality"
 MEASURED = ("documents", "tokens")
