@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import onnx
 
-from nemo_build.engines.build import BuildOptions, Inputs, size_settings
+from nemo_build.engines.build import WEIGHTS_FILE, BuildOptions, BuildProgress, Inputs, size_settings
 from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelTable
 from nemo_build.engines.gpu.lowering import kernel_states, lower_kernels, weight_inputs
-from nemo_build.engines.gpu.weights import KernelWeights
+from nemo_build.engines.gpu.weights import ALIGNMENT, KernelWeights
 from nemo_build.engines.plan import MemoryPlan
 from nemo_build.engines.trt.compiling import (
     Lowered,
@@ -22,6 +24,7 @@ from nemo_build.engines.trt.compiling import (
 )
 from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
 from nemo_build.engines.trt.phases import Phase
+from nemo_build.engines.weights import PlacedWeight, place, write_packed
 from nemo_build.plugins.gpu.kernel import resolve
 from nemo_build.spec import ModelSpec
 from nemo_build.state import CACHES, RECURRENT, StateSpec
@@ -62,7 +65,7 @@ class KernelGraphs:
 
     def __init__(self, inputs: Inputs, settings: dict[str, Any]) -> None:
         self._spec = ModelSpec.from_json(inputs.manifest["spec"])
-        self._settings = settings
+        self._settings, self._folder = settings, inputs.folder
         compute = FLOAT if settings["activations"] == "float32" else BFLOAT16
         rounds = settings["activations"] == "auto"
         self.weights = KernelWeights(inputs.tensors, compute=compute, rounds=rounds)
@@ -76,10 +79,35 @@ class KernelGraphs:
         self.graphs = lower_all(inputs, settings, lower_one)
         self.tables = {graph.name: table for graph, table in zip(self.graphs, tables, strict=True)}
 
+    @cached_property
+    def _placed(self) -> list[PlacedWeight]:
+        return place(self.weights.weights.values(), ALIGNMENT)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(p.weight.nbytes for p in self._placed)
+
+    def write_weights(
+        self, directory: Path, progress: BuildProgress | None
+    ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+        """Write the file that holds the weights.
+
+        Args:
+            directory: Where it is to be.
+            progress: Told of it.
+
+        Returns:
+            The file's digest by its name, and what the manifest says of each weight.
+        """
+        report = progress.start("writing weights", self.weight_bytes) if progress else None
+        digest = write_packed(self._placed, self._folder, directory / WEIGHTS_FILE, report)
+        return {WEIGHTS_FILE: digest}, {p.weight.name: p.to_json() for p in self._placed}
+
     def plan(self) -> MemoryPlan:
         """Graphs share weights, state and caches; intermediate results are an estimate."""
         slots, context = self._settings["max_sequences"], self._settings["max_context"]
-        weights = sum(weight.nbytes for weight in self.weights.weights.values())
+        weights = self.weight_bytes
         states = {s.name: s for graph in self.graphs for s in graph.states}.values()
         state = sum(s.nbytes({"slots": slots}) for s in states if s.kind in RECURRENT)
         cache = sum(s.nbytes({"slots": slots}) for s in states if s.kind in CACHES)

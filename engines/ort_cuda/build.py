@@ -14,7 +14,6 @@ import onnxruntime
 
 from nemo_build.bundle import sha256_file
 from nemo_build.engines.build import (
-    WEIGHTS_FILE,
     BuildOptions,
     BuildProgress,
     Inputs,
@@ -22,7 +21,6 @@ from nemo_build.engines.build import (
     tensorrt_problems,
 )
 from nemo_build.engines.gpu.making import KernelGraphs, kernel_settings
-from nemo_build.engines.gpu.weights import ALIGNMENT
 from nemo_build.engines.ort_cuda import NAME
 from nemo_build.engines.ort_cuda.launches import (
     FOLDER,
@@ -34,7 +32,6 @@ from nemo_build.engines.ort_cuda.launches import (
 from nemo_build.engines.ort_cuda.placement import adapt, nodes_on_cpu
 from nemo_build.engines.targets import Target, allowed_bytes
 from nemo_build.engines.trt.compiling import Lowered, require_space
-from nemo_build.engines.weights import place, write_packed
 from nemo_build.errors import UserError
 from nemo_build.plugins.gpu.compile import SHARED_LIMITS
 
@@ -55,7 +52,7 @@ class Launching:
             "version": onnxruntime.__version__,
             "sms": [target.sm],
         }
-        self._inputs, self._target, self._sm = inputs, target, target.sm
+        self._target, self._sm = target, target.sm
         self._made = KernelGraphs(inputs, self.settings)
         self.plan = self._made.plan()
 
@@ -67,17 +64,13 @@ class Launching:
         self, directory: Path, out: Path, digests: list[str], progress: BuildProgress | None
     ) -> Written:
         """Compile the kernels, and write them, the graphs and the weights."""
-        placed = place(self._made.weights.weights.values(), ALIGNMENT)
-        total = sum(p.weight.nbytes for p in placed)
-        require_space(out.parent, total)
+        require_space(out.parent, self._made.weight_bytes)
         (directory / FOLDER).mkdir()
         code: dict[str, str] = {}
         # First what may be refused, then what takes long.
         graphs = {g.name: self._write_graph(g, directory, code, progress) for g in self._made.graphs}
-        report = progress.start("writing weights", total) if progress else None
-        digest = write_packed(placed, self._inputs.folder, directory / WEIGHTS_FILE, report)
-        tensors = {p.weight.name: p.to_json() for p in placed}
-        return Written(graphs, {WEIGHTS_FILE: digest}, tensors, dict(sorted(code.items())))
+        files, tensors = self._made.write_weights(directory, progress)
+        return Written(graphs, files, tensors, dict(sorted(code.items())))
 
     def _write_graph(
         self, graph: Lowered, directory: Path, code: dict[str, str], progress: BuildProgress | None

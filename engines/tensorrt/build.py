@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nemo_build.engines.build import WEIGHTS_FILE, BuildOptions, BuildProgress, Inputs, Written
+from nemo_build.engines.build import BuildOptions, BuildProgress, Inputs, Written
 from nemo_build.engines.gpu.making import KernelGraphs, kernel_settings
-from nemo_build.engines.gpu.weights import ALIGNMENT
 from nemo_build.engines.targets import Target, allowed_bytes
 from nemo_build.engines.tensorrt import LIBRARY
 from nemo_build.engines.tensorrt.gpu import only, require_gpu
@@ -23,7 +22,6 @@ from nemo_build.engines.trt.compiling import (
     log_of,
     require_space,
 )
-from nemo_build.engines.weights import place, write_packed
 from nemo_build.errors import UserError
 from nemo_build.settings import cache_directory
 
@@ -42,7 +40,7 @@ class Compiling:
         version = LIBRARY.require()
         self.settings = _settings(inputs.manifest, options)
         self._gpu, driver = require_gpu(target)
-        self._inputs, self._target, self._sm = inputs, target, target.sm
+        self._target, self._sm = target, target.sm
         self._made = KernelGraphs(inputs, self.settings)
         uses = {name: use for table in self._made.tables.values() for name, use in table.uses.items()}
         require_kernels(uses.values(), target)
@@ -69,16 +67,12 @@ class Compiling:
         self, directory: Path, out: Path, digests: list[str], progress: BuildProgress | None
     ) -> Written:
         """Compile the graphs and write the weights. Logs of failed ones stay beside `out`."""
-        placed = place(self._made.weights.weights.values(), ALIGNMENT)
-        total = sum(p.weight.nbytes for p in placed)
-        require_space(out.parent, total + _PLAN_BYTES * len(self._made.graphs))
+        require_space(out.parent, self._made.weight_bytes + _PLAN_BYTES * len(self._made.graphs))
         (directory / FOLDER).mkdir()
         # First what may be refused, then what takes long.
         graphs = {g.name: self._compile(g, directory, out, progress) for g in self._made.graphs}
         shutil.rmtree(directory / FOLDER)
-        report = progress.start("writing weights", total) if progress else None
-        digest = write_packed(placed, self._inputs.folder, directory / WEIGHTS_FILE, report)
-        return Written(graphs, {WEIGHTS_FILE: digest}, {p.weight.name: p.to_json() for p in placed})
+        return Written(graphs, *self._made.write_weights(directory, progress))
 
     def _compile(
         self, graph: Lowered, directory: Path, out: Path, progress: BuildProgress | None
