@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from nemo_build.engines.gpu.round import RoundRow, Rounds, Verified
 from nemo_build.engines.gpu.session import GpuSession
-from nemo_build.engines.session import Session, StepOutput
-from nemo_build.runtime.planned import Chosen, are_planned, plan_drafts, with_drafts
+from nemo_build.engines.session import Session
+from nemo_build.runtime.planned import Chosen, are_planned, plan_drafts
 from nemo_build.runtime.request import Request
-from nemo_build.runtime.sampling import NonFiniteLogitsError
 from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal, Waiting
 from nemo_build.runtime.speculation.mtp import MtpSpeculator
 from nemo_build.runtime.speculation.rounds import Drafts, Speculation
@@ -180,24 +179,13 @@ class DeviceRunner(StepRunner):
         start = time.perf_counter()
         found = self._speculator.take_round(rows)
         seconds = time.perf_counter() - start
-        made = [with_drafts(row, v.drafts) for row, v in zip(rows, found, strict=True)]
         tokens = [_accept(v) for v in found]
-        output = StepOutput(np.empty((0, 0), np.float32))
-        return Chosen(made, output, seconds, tokens, [len(t) - 1 for t in tokens])
+        accepted = [0 if t is None else len(t) - 1 for t in tokens]
+        return Chosen.of(rows, [v.drafts for v in found], tokens, accepted, seconds)
 
     def choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
         """As of the base class."""
-        if not isinstance(computed, Chosen):
-            yield from super().choose(computed)
-            return
-        for row, tokens, accepted in zip(computed.rows, computed.tokens, computed.accepted, strict=True):
-            if tokens:
-                yield row.request.take(tokens, accepted), None
-            else:
-                row.request.error = NonFiniteLogitsError(
-                    "the engine's logits are unusable: they are not all finite"
-                )
-                yield 0, None
+        return computed.take() if isinstance(computed, Chosen) else super().choose(computed)
 
 
 def open_rounds(
@@ -223,12 +211,12 @@ def open_rounds(
     return speculation, DeviceRunner(session, speculation, speculator, keep_all=keep_all)
 
 
-def _accept(found: Verified) -> list[int]:
-    """The tokens up to the first that is no draft; none if the logits of one of them are unusable."""
+def _accept(found: Verified) -> list[int] | None:
+    """The tokens up to the first that is no draft; ``None`` if the logits of one of them are unusable."""
     tokens: list[int] = []
     for token, usable, draft in zip(found.tokens, found.usable, [*found.drafts, None], strict=True):
         if not usable:
-            return []
+            return None
         tokens.append(token)
         if token != draft:
             break

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_build.engines.session import StepOutput
 from nemo_build.errors import UserError
-from nemo_build.runtime.planned import Chosen, plan_drafts, with_drafts
+from nemo_build.runtime.planned import Chosen, plan_drafts
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal
 from nemo_build.runtime.speculation.rounds import Drafts, Speculation
@@ -250,20 +249,13 @@ class RemoteRunner(RowRunner):
         found = self._step(rows)
         seconds = time.perf_counter() - start
         drafts = from_rows(found["DRAFT"]) if "DRAFT" in found else [[] for _ in rows]
-        made = [with_drafts(row, d) for row, d in zip(rows, drafts, strict=True)]
-        output = StepOutput(np.empty((0, 0), np.float32))
-        chosen = found["CHOSEN"]
-        return Chosen(made, output, seconds, from_rows(chosen[:, 1:]), chosen[:, 0].tolist())
+        tokens = [None if row == [UNUSABLE] else row for row in from_rows(found["CHOSEN"][:, 1:])]
+        return Chosen.of(rows, drafts, tokens, found["CHOSEN"][:, 0].tolist(), seconds)
 
     def choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
         """As of the base class."""
         assert isinstance(computed, Chosen), "it comes from `run`"
-        for row, tokens, accepted in zip(computed.rows, computed.tokens, computed.accepted, strict=True):
-            if tokens and tokens[0] == UNUSABLE:
-                row.request.error = RuntimeError("its logits are not finite")
-                yield 0, None
-            else:
-                yield row.request.take(tokens, accepted) if row.wanted else 0, None
+        return computed.take()
 
     def _step(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
         for row in rows:

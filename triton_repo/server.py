@@ -17,8 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from nemo_build.errors import UserError
+from nemo_build.triton_repo.control import Control
 from nemo_build.triton_repo.shared import leftovers
 
 EXTRA = "triton"
@@ -149,11 +148,7 @@ class TritonServer:
 
     def ready(self) -> bool:
         """Whether the server says so."""
-        with suppress(urllib.error.URLError, OSError):
-            url = f"http://{_HOST}:{self.ports.http}/v2/health/ready"
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as reply:
-                return bool(reply.status == 200)
-        return False
+        return Control(f"{_HOST}:{self.ports.http}").ready()
 
     def alive(self) -> bool:
         """Whether it has not ended. What it has in memory by now is removed with it, even if it crashes."""
