@@ -17,7 +17,6 @@ import onnxruntime as ort
 from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelTable, preferred
 from nemo_build.engines.gpu.lowering import kernel_states, lower_kernels
 from nemo_build.engines.gpu.weights import KernelWeights
-from nemo_build.engines.session import StepBatch
 from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
 from nemo_build.engines.trt.phases import DECODE, PREFILL, phases_of
 from nemo_build.engines.weights import Weight, stored_tensors
@@ -25,6 +24,7 @@ from nemo_build.export.exporter import export_bundle
 from nemo_build.export.quantize.recipe import Recipe, load_recipe
 from nemo_build.plugins.gpu.interpret import run
 
+from .lowered_pair import StepsOfBatches
 from .quantized import run as quantize
 from .tensorrt_rtx_runner import _mask_attention
 from .tiny import reference_model, save_checkpoint
@@ -62,7 +62,7 @@ def bundle_of(directory: Path, recipe: str | Recipe | None = None, **config) -> 
     return export_bundle(directory / source, directory / "bundle").out
 
 
-class KernelModel:
+class KernelModel(StepsOfBatches):
     """All phases of one graph of a bundle on shared state, in place, as a session would run them.
 
     Args:
@@ -107,15 +107,6 @@ class KernelModel:
         found = self.graphs[phase].run({**self.state, **self.contents, **inputs})
         self.state.update({s.name: found[s.output] for s in self.states})
         return found
-
-    def step(self, phase: str, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
-        """One step of all rows, row i in slot i; returns logits and hidden states."""
-        names = ("input_ids", "lengths", "past", "accepted", "logit_rows")
-        inputs: dict[str, Any] = {n: getattr(batch, n) for n in names}
-        if batch.hidden_in is not None:
-            inputs["hidden_in"] = batch.hidden_in
-        found = self.run(phase, inputs)
-        return found["logits"], found["hidden"]
 
 
 def contents(weight: Weight, folder: Path) -> np.ndarray:

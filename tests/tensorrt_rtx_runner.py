@@ -16,14 +16,15 @@ import onnx
 import onnx.parser
 import onnxruntime as ort
 
-from nemo_build.engines.session import StepBatch
 from nemo_build.engines.trt.emitter import FLOAT
 from nemo_build.engines.trt.forms import WeightTable
-from nemo_build.engines.trt.lowering import OVERFLOW, lower, lowered_states
+from nemo_build.engines.trt.lowering import lower, lowered_states
 from nemo_build.engines.trt.phases import DECODE, PREFILL, phases_of
 from nemo_build.engines.weights import stored_tensors
 from nemo_build.plugins.codecs.nvfp4 import E2M1
 from nemo_build.plugins.formats import activations
+
+from .lowered_pair import StepsOfBatches
 
 ORT_OPSET = 24
 
@@ -80,20 +81,8 @@ class LoweredGraph:
         return found
 
 
-class LoweredModel(LoweredGraph):
+class LoweredModel(StepsOfBatches, LoweredGraph):
     """All phases of a step graph, run as a session of the portable graph would; arguments as of the base."""
-
-    overflow = 0
-
-    def step(self, phase: str, batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
-        """One step of all rows, row i in slot i; returns logits and hidden states."""
-        names = ("input_ids", "lengths", "past", "accepted", "logit_rows")
-        inputs: dict[str, Any] = {n: getattr(batch, n) for n in names}
-        if batch.hidden_in is not None:
-            inputs["hidden_in"] = batch.hidden_in
-        found = self.run(phase, inputs)
-        self.overflow = int(found[OVERFLOW][0]) if OVERFLOW in found else 0
-        return found["logits"], found["hidden"]
 
 
 def _session(model: onnx.ModelProto, contents: dict[str, bytes]) -> ort.InferenceSession:

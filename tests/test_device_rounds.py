@@ -28,7 +28,7 @@ from nemo_build.state import RECURRENT
 
 from .fake_cuda import HostEngine
 
-TEXT = Path(__file__).read_text()
+TEXT = Path(__file__).with_name("tiny.py").read_text()
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 SAMPLED = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
 SLOTS, CONTEXT = 4, 256
@@ -85,7 +85,7 @@ def open_pair(demo, demo_engine_directory, monkeypatch):
 
 
 def prompts_of(seed: int, count: int, longest: int = 200) -> list[str]:
-    """Pieces of this file, of all lengths."""
+    """Pieces of a text, of all lengths."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, longest, count)
     return [TEXT[s : s + n] for n, s in zip(sizes, rng.integers(0, 3000, count), strict=True)]

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("triton")
 
 from nemo_build.engines.gpu.ops import selective_scan
-from nemo_build.engines.ort import OrtSession
 from nemo_build.engines.session import StepBatch
 from nemo_build.engines.trt.emitter import BFLOAT16
 from nemo_build.engines.trt.phases import PENDING
@@ -20,9 +19,9 @@ from nemo_build.export.exporter import export_bundle
 from nemo_build.state import stays_pending
 
 from .kernel_runner import LIGHTNING, KernelModel, bundle_of
+from .lowered_pair import CLOSE, LoweredPair
 
 CONTEXT = 160
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 STEPS = (("prefill", [9, 18, 0], None), ("decode", [1, 8, 3], None), ("decode", [0, 1, 2], [0, 5, 2]))
 """Phase, tokens of each row, and how many of those before are accepted."""
 
@@ -67,52 +66,12 @@ def quantized(tmp_path_factory) -> Path:
     return bundle_of(tmp_path_factory.mktemp("lightning"), LIGHTNING)
 
 
-class Pair:
-    """The lowered graphs and the portable one on the same sequences, row i in slot i."""
+class Pair(LoweredPair):
+    """Lowered graphs of a bundle beside the portable one; options are those of :class:`KernelModel`."""
 
     def __init__(self, bundle: Path, graph: str = "target", *, slots: int = 3, **options) -> None:
-        self.lowered = KernelModel(bundle, graph, slots=slots, context=CONTEXT, **options)
-        self.portable = OrtSession(
-            bundle / f"{graph}.onnx", slots=slots, context=CONTEXT, pending=PENDING, hidden=True
-        )
-        self.random = np.random.default_rng(0)
-        self.past = np.zeros(slots, int)
-        self.pending = np.zeros(slots, int)
-
-    def step(
-        self, phase: str, lengths: list[int], accepted: list[int] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """A step of random tokens; returns (lowered, portable) logits and keeps what the rest needs."""
-        accepted = [a if n else 0 for a, n in zip(accepted or [0] * len(lengths), lengths, strict=True)]
-        past = self.past + accepted
-        batch = StepBatch.of_rows(
-            [self.random.integers(3, 90, n).tolist() for n in lengths],
-            past=past.tolist(),
-            slots=range(len(lengths)),
-            accepted=accepted,
-            logits="all",
-        )
-        if "mtp" in self.lowered.graph:
-            shape = (*batch.input_ids.shape, self.portable.hidden_size)
-            batch = batch.replace(hidden_in=self.random.standard_normal(shape).astype(np.float32))
-        self.want = self.portable.step(batch)
-        logits, self.hidden = self.lowered.step(phase, batch)
-        self.valid = np.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]
-        for row, n in enumerate(lengths):
-            if n:
-                assert accepted[row] <= self.pending[row]
-                self.past[row] = past[row] + (0 if stays_pending(n, PENDING) else n)
-                self.pending[row] = n if stays_pending(n, PENDING) else 0
-        return logits, self.want.logits
-
-    def check(self, phase: str, lengths: list[int], accepted: list[int] | None = None) -> None:
-        """A step whose results, and the recurrent state after it, are the same."""
-        got, want = self.step(phase, lengths, accepted)
-        np.testing.assert_allclose(got, want, **CLOSE)
-        np.testing.assert_allclose(self.hidden[self.valid], self.want.hidden[self.valid], **CLOSE)
-        for name, held in self.portable.state().items():
-            if name.startswith(("conv", "ssm")):
-                np.testing.assert_allclose(self.lowered.state[name], held, **CLOSE, err_msg=name)
+        lowered = KernelModel(bundle, graph, slots=slots, context=CONTEXT, **options)
+        super().__init__(lowered, bundle, slots=slots, context=CONTEXT)
 
 
 def check_sequence(pair: Pair) -> None:

@@ -19,6 +19,7 @@ from nemo_build.export.exporter import export_bundle
 from .draft_reference import CONFIGS, DraftReference, save_draft
 from .draft_runner import DraftRunner
 from .kernel_runner import KernelModel
+from .lowered_pair import CLOSE
 from .tensorrt_rtx_runner import LoweredGraph
 from .tiny import reference_model, save_checkpoint
 
@@ -27,7 +28,6 @@ needs_package = pytest.mark.skipif(
 )
 
 SLOTS, CONTEXT = 3, 96
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 PACKED = {"dflash": ("fc", "mlp"), "dspark": ("fc", "mlp", "markov_w2"), "dspark-odd": ()}
 
 

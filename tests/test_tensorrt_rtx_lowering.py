@@ -12,72 +12,27 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from nemo_build.demo import CHECKPOINT
-from nemo_build.engines.ort import OrtSession
-from nemo_build.engines.session import StepBatch
 from nemo_build.engines.trt.forms import WeightTable, int4
 from nemo_build.engines.trt.lowering import lower
 from nemo_build.engines.trt.phases import PENDING, phases_of
 from nemo_build.engines.weights import stored_tensors
 from nemo_build.errors import UserError
 from nemo_build.export.exporter import export_bundle
-from nemo_build.state import stays_pending
 
+from .lowered_pair import CLOSE, LoweredPair
 from .quantized import make_source, run
 from .tensorrt_rtx_runner import LoweredModel
 from .tiny import KINDS, reference_model, save_checkpoint
 
 SLOTS, CONTEXT = 3, 256
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-class Pair:
-    """The lowered graphs and the portable one on the same sequences, row i in slot i."""
+class Pair(LoweredPair):
+    """Lowered graphs of a bundle beside the portable one; options are those of :class:`LoweredModel`."""
 
     def __init__(self, bundle: Path, graph: str = "target", *, slots: int = SLOTS, **options) -> None:
-        self.lowered = LoweredModel(bundle, graph, slots=slots, context=CONTEXT, **options)
-        self.portable = OrtSession(
-            bundle / f"{graph}.onnx", slots=slots, context=CONTEXT, pending=PENDING, hidden=True
-        )
-        self.random = np.random.default_rng(0)
-        self.past = np.zeros(slots, int)
-        self.pending = np.zeros(slots, int)
-
-    def step(
-        self, phase: str, lengths: list[int], accepted: list[int] | None = None
-    ) -> tuple[np.ndarray, ...]:
-        """A step of random tokens; returns (lowered, portable) logits after checking hidden states and state."""
-        accepted = [min(a, p) for a, p in zip(accepted or [0] * len(lengths), self.pending, strict=True)]
-        accepted = [a if n else 0 for a, n in zip(accepted, lengths, strict=True)]
-        past = self.past + accepted
-        batch = StepBatch.of_rows(
-            [self.random.integers(3, 90, n).tolist() for n in lengths],
-            past=past.tolist(),
-            slots=range(len(lengths)),
-            accepted=accepted,
-            logits="all",
-        )
-        if "mtp" in str(self.lowered.graph):
-            width = self.portable.hidden_size
-            shape = (*batch.input_ids.shape, width)
-            batch = batch.replace(hidden_in=self.random.standard_normal(shape).astype(np.float32))
-        want = self.portable.step(batch)
-        logits, self.hidden = self.lowered.step(phase, batch)
-        self.valid = np.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]
-        self.wanted_hidden = want.hidden
-        for row, n in enumerate(lengths):
-            if n:
-                self.past[row] = past[row] + (0 if stays_pending(n, PENDING) else n)
-                self.pending[row] = n if stays_pending(n, PENDING) else 0
-        return logits, want.logits
-
-    def check(self, phase: str, lengths: list[int], accepted: list[int] | None = None) -> None:
-        """A step whose results, and the recurrent state after it, are the same."""
-        got, want = self.step(phase, lengths, accepted)
-        np.testing.assert_allclose(got, want, **CLOSE)
-        np.testing.assert_allclose(self.hidden[self.valid], self.wanted_hidden[self.valid], **CLOSE)
-        for name, held in self.portable.state().items():
-            if name.startswith(("conv", "ssm")):
-                np.testing.assert_allclose(self.lowered.state[name], held, **CLOSE, err_msg=name)
+        lowered = LoweredModel(bundle, graph, slots=slots, context=CONTEXT, **options)
+        super().__init__(lowered, bundle, slots=slots, context=CONTEXT)
 
 
 @pytest.fixture(scope="module")
