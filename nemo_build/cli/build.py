@@ -153,12 +153,6 @@ def command(
     if bandwidth is not None and not 0 < bandwidth < _MAX_MEMORY:
         raise click.BadParameter(f"{bandwidth} is not a bandwidth in GB/s", param_hint="--bandwidth")
     limit = None if memory is None else int(memory * (1 << 30))
-    if only_plan:  # sizes of an engine are what it is planned for
-        given = click.get_current_context().get_parameter_source("max_sequences")
-        if sequences is None and given is ParameterSource.COMMANDLINE:
-            sequences = (max_sequences,)
-        if contexts is None and max_context is not None:
-            contexts = (max_context,)
     asked = {
         "sequences": sequences,
         "contexts": contexts,
@@ -167,6 +161,7 @@ def command(
         "bandwidth": bandwidth,
     }
     if only_plan:
+        asked = _with_sizes(asked, max_sequences, max_context)
         count = len(phases.split(","))
         _plan(bundle, names, as_json, memory=limit, weights=weights, phases=count, **asked)
         return
@@ -194,6 +189,16 @@ def command(
         build_all(bundle, out, names, options, on=on, use_cache=not no_cache, force=force, as_json=as_json)
     else:
         _build(bundle, out, names[0], options, use_cache=not no_cache, force=force, as_json=as_json)
+
+
+def _with_sizes(asked: dict[str, Any], max_sequences: int, max_context: int | None) -> dict[str, Any]:
+    """What a plan is asked for; where it says no sizes, those that were given for the engine are meant."""
+    given = click.get_current_context().get_parameter_source("max_sequences")
+    if asked["sequences"] is None and given is ParameterSource.COMMANDLINE:
+        asked = {**asked, "sequences": (max_sequences,)}
+    if asked["contexts"] is None and max_context is not None:
+        asked = {**asked, "contexts": (max_context,)}
+    return asked
 
 
 def _build(
