@@ -14,7 +14,7 @@ import onnx
 import onnx.reference
 import onnxruntime as ort
 
-from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelTable, preferred
+from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelTable, suited
 from nemo_build.engines.gpu.lowering import kernel_states, lower_kernels
 from nemo_build.engines.gpu.weights import KernelWeights
 from nemo_build.engines.trt.emitter import BFLOAT16, FLOAT
@@ -126,7 +126,7 @@ class KernelGraph:
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
         _mask_attention(copy)
-        self.kernels = {name: preferred(use, SM) for name, use in table.uses.items()}
+        self.kernels = {name: suited(use, SM)[0] for name, use in table.uses.items()}
         self.outputs = [o.name for o in copy.graph.output]
         self.constants = {t.name: t for t in copy.graph.initializer}
         self.opsets = [o for o in copy.opset_import if o.domain in ("", "trt")]

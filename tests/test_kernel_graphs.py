@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from nemo_build.demo import CHECKPOINT, DRAFTERS
 from nemo_build.engines.gpu import weights as gpu_weights
-from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelTable, KernelUse, load_node, preferred
+from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelTable, KernelUse, load_node, suited
 from nemo_build.engines.gpu.lowering import kernel_states, lower_kernels, weight_inputs
 from nemo_build.engines.gpu.ops import ONNX_TYPES, routed_experts
 from nemo_build.engines.gpu.weights import ALIGNMENT, KernelWeights
@@ -152,8 +152,8 @@ def test_uses_of_kernels_come_back_from_json(quantized):
     assert found == list(kernels.uses.values())
     assert [load_node(use).name for use in found] == [n.name for n in kernels.nodes()] == list(kernels.uses)
     rounded = next(use for use in found if use.launches[0] == "codes_16")
-    assert preferred(rounded, 120).name == "codes_16"
-    assert preferred(rounded, 80).name == "tile_16"
+    assert suited(rounded, 120)[0].name == "codes_16"
+    assert suited(rounded, 80)[0].name == "tile_16"
     with pytest.raises(BundleError, match="other kernels of BlockLinear"):
         load_node(replace(rounded, node="BlockLinear_of_before"))
 

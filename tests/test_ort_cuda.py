@@ -25,6 +25,7 @@ from nemo_build.demo import CHECKPOINT, DRAFTERS
 from nemo_build.engines import provenance
 from nemo_build.engines.backends import require_runnable
 from nemo_build.engines.build import build_engine
+from nemo_build.engines.gpu import kernel_nodes
 from nemo_build.engines.gpu.executor import Binding, Executor
 from nemo_build.engines.gpu.kernel_nodes import KernelTable, KernelUse
 from nemo_build.engines.gpu.session import GpuSession, Place
@@ -152,7 +153,7 @@ def test_every_kernel_that_an_architecture_lacks_is_named(made, monkeypatch):
     kernels = {c.kernel.name: c.kernel for c in made.compiled.values()}
     table = KernelTable()
     table.uses.update({name: KernelUse("op", {}, {}, name, (name,)) for name in ("step", "keep")})
-    monkeypatch.setattr(launches, "load_node", lambda use: Node((kernels[use.node],)))
+    monkeypatch.setattr(kernel_nodes, "load_node", lambda use: Node((kernels[use.node],)))
     assert [c.binary.sm for c in compile_nodes(table, 80).values()] == [80, 80]
     with pytest.raises(UserError, match="no kernels for SM 70") as caught:
         compile_nodes(table, 70)

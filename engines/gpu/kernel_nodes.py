@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from nemo_build.errors import BundleError, UserError
+from nemo_build.errors import BundleError
 from nemo_build.plugins import gpu
 from nemo_build.plugins.gpu.kernel import Kernel
 from nemo_build.plugins.gpu.node import Node, nodes
@@ -74,17 +74,14 @@ def load_node(use: KernelUse) -> Node:
     )
 
 
-def preferred(use: KernelUse, sm: int) -> Kernel:
-    """The kernel that suits a graph best on an architecture (compute capability times ten).
+def suited(use: KernelUse, sm: int) -> list[Kernel]:
+    """The kernels that suit a graph and run on an architecture (compute capability times ten), the best first.
 
     Raises:
-        UserError: None of them runs there, or as :func:`load_node` does.
+        BundleError, UserError: As :func:`load_node` does.
     """
     known = {k.name: k for k in load_node(use).kernels}
-    for launch in use.launches:
-        if known[launch].least_sm <= sm:
-            return known[launch]
-    raise UserError(f"{use.node} has no kernel for sm_{sm}.")
+    return [known[launch] for launch in use.launches if known[launch].least_sm <= sm]
 
 
 class KernelTable:

@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 
 from nemo_build.bundle import Progress
-from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelTable, KernelUse, load_node
+from nemo_build.engines.gpu.kernel_nodes import KERNEL_DOMAIN, KernelTable, KernelUse, suited
 from nemo_build.errors import UserError
 from nemo_build.plugins.gpu.compile import SHARED_LIMITS, Binary, compile_kernel
 from nemo_build.plugins.gpu.kernel import Ceil, Dim, Kernel, Tensor, ceil_div
@@ -135,10 +135,7 @@ def _first_that_fits(use: KernelUse, sm: int) -> Compiled | None:
     """The first kernel of those that suit a node that an architecture has instructions and memory for."""
     if sm not in SHARED_LIMITS:
         return None
-    known = {k.name: k for k in load_node(use).kernels}
-    for kernel in (known[name] for name in use.launches):
-        if kernel.least_sm > sm:
-            continue
+    for kernel in suited(use, sm):
         binary = compile_kernel(kernel, sm)
         scratch = any(hidden.bytes_per_program for hidden in binary.hidden)
         if binary.shared <= SHARED_LIMITS[sm] << 10 and not scratch:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nemo_build.engines.gpu.kernel_nodes import KernelUse, load_node
+from nemo_build.engines.gpu.kernel_nodes import KernelUse, load_node, suited
 from nemo_build.engines.targets import Target
 from nemo_build.errors import BundleError, UserError
 from nemo_build.plugins.gpu.node import Node
@@ -24,10 +24,9 @@ def chosen_node(use: KernelUse, sm: int) -> Node:
         WorkerFailed: Triton refuses a kernel.
     """
     node = load_node(use)
-    numbers = launchable(node, sm)
-    names = {node.kernels[number - 1].name: number for number in numbers}
-    number = next((names[launch] for launch in use.launches if launch in names), numbers[0])
-    return Node((node.kernels[number - 1],))
+    small = {node.kernels[number - 1].name: node.kernels[number - 1] for number in launchable(node, sm)}
+    best = [kernel for kernel in suited(use, sm) if kernel.name in small]
+    return Node(((best or list(small.values()))[0],))
 
 
 def require_kernels(uses: Iterable[KernelUse], target: Target) -> None:
