@@ -251,13 +251,12 @@ def test_full_width(stub, tmp_path, form):
     maker = build.Compiling(inputs, TARGETS["h100"], options)
     maker.plan.require(*maker.available(options))
     (tmp_path / "engine" / FOLDER).mkdir(parents=True)
-    for graph in maker._graphs:
+    for graph in maker._made.graphs:
         entry = maker._compile(graph, tmp_path / "engine", tmp_path / "engine", None)
-        assert set(entry["weights"]) <= set(maker._weights.weights)
+        assert set(entry["weights"]) <= set(maker._made.weights.weights)
     assert len(stub.builds()) == 2 * len(models)
 
 
-@needs_packages
 @needs_packages
 @pytest.mark.slow
 def test_drafters(stub, tmp_path):
