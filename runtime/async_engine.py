@@ -74,7 +74,7 @@ class AsyncEngine:
     ) -> Completion:
         """Complete a prompt; arguments and errors are those of :meth:`Engine.generate`. Cancelling the task ends it."""
         [request] = self.engine.requests(_one(prompt), params, scheduling, skip_special_tokens)
-        return completion(request, [chunk async for chunk in self._run(request)])
+        return completion(request, [chunk async for chunk in self.run(request)])
 
     async def stream(
         self,
@@ -86,14 +86,15 @@ class AsyncEngine:
     ) -> AsyncIterator[Chunk]:
         """Like :meth:`generate`, but yields every token as it comes. Closing the iterator ends the request."""
         [request] = self.engine.requests(_one(prompt), params, scheduling, skip_special_tokens)
-        run = self._run(request)
+        run = self.run(request)
         try:
             async for chunk in run:
                 yield chunk
         finally:
             await run.aclose()
 
-    async def _run(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    async def run(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """What comes of a request of :meth:`Engine.requests`, as it comes. Closing the generator ends the request."""
         if self._loop is not asyncio.get_running_loop() or self._closed:
             raise RuntimeError("the engine belongs to another event loop, or is closed")
         ready = self._ready[request] = asyncio.Event()

@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_build.runtime.constraints.base import Guide
 from nemo_build.runtime.params import SamplingParams
-from nemo_build.runtime.sampling import TokenCounts
+from nemo_build.runtime.sampling import TokenCounts, TokenLogprobs, logprobs
 from nemo_build.runtime.speculation.base import Chooser
 from nemo_build.runtime.speculation.drafting import Drafting, chooser_for
 from nemo_build.runtime.speculation.verify import Method, verify
@@ -26,10 +27,12 @@ class TokenChooser:
         eos_ids: Ids that end it.
         prompt: Its prompt.
         output: What came after that so far.
+        guide: What the output has to obey, from its beginning; ``None``: nothing. Used by nobody else.
 
     Attributes:
         params: As given, like `seed` and `eos_ids`.
         takes_likeliest: Whether it takes the most likely token, whatever it is.
+        finished: Whether nothing can follow the output by what it has to obey.
     """
 
     def __init__(
@@ -40,15 +43,19 @@ class TokenChooser:
         eos_ids: Collection[int],
         prompt: Sequence[int],
         output: Sequence[int] = (),
+        guide: Guide | None = None,
     ) -> None:
         self.params, self.seed, self.eos_ids = params, seed, eos_ids
         self._prompt_tokens = self._length = len(prompt)
         self._counts = TokenCounts(prompt) if params.uses_counts else None
-        self.takes_likeliest = (
+        self._guide = guide
+        self._is_plain = (
             params.temperature == 0
             and not (params.uses_counts or params.logit_bias)
             and params.min_tokens == 0
         )
+        self.takes_likeliest = self._is_plain and guide is None
+        self.finished = False
         for token in output:
             self.push(token)
 
@@ -62,6 +69,16 @@ class TokenChooser:
         self._length += 1
         if self._counts is not None:
             self._counts.push(token)
+        if self._guide is not None:
+            self._follow(self._guide, token)
+
+    def _follow(self, guide: Guide, token: int) -> None:
+        """The guide goes on, or has had its say."""
+        guide.commit(token)
+        self.finished = guide.finished
+        if guide.done:
+            self._guide = None
+            self.takes_likeliest = self._is_plain
 
     def choose(
         self,
@@ -84,6 +101,7 @@ class TokenChooser:
 
         Raises:
             NonFiniteLogitsError: The logits are unusable.
+            RequestError: What the output has to obey is too complex to go on with.
         """
         if self.takes_likeliest and best is not None:
             accepted = 0
@@ -101,8 +119,24 @@ class TokenChooser:
             num_output=self._length - self._prompt_tokens,
             probabilities=probabilities,
             method=method,
+            guide=self._guide,
         )
         return verdict.tokens, verdict.accepted
+
+    def logprobs(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> list[TokenLogprobs] | None:
+        """The log-probabilities of chosen tokens, if the request asks for them.
+
+        Args:
+            logits: Those that :meth:`choose` took.
+            tokens: Those that it returned.
+
+        Raises:
+            NonFiniteLogitsError: The logits are unusable.
+        """
+        top = self.params.logprobs
+        if top is None:
+            return None
+        return [logprobs(row, token, top) for row, token in zip(logits, tokens, strict=False)]
 
     def for_drafts(self, method: Drafting = "coupled") -> Chooser:
         """What chooses the drafts of the next step."""
@@ -114,7 +148,12 @@ class TokenChooser:
             eos_ids=self.eos_ids,
             num_output=self._length - self._prompt_tokens,
             method=method,
+            guide=self._guide,
         )
+
+    def corrected(self, drafts: list[int], most: int) -> list[int]:
+        """Drafts that nobody chose from logits, by what the output has to obey; at most so many."""
+        return drafts if self._guide is None else self._guide.corrected(drafts, most)
 
 
 def likeliest(choosers: Sequence[TokenChooser], logits: NDArray[np.float32]) -> tuple[list[int], bool]:

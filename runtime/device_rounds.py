@@ -146,7 +146,7 @@ class DeviceSpeculation(Speculation):
     """
 
     def _propose(self, requests: Sequence[Request], length: int) -> list[Drafts]:
-        if all(r.watched and r.followed and r.chooser.takes_likeliest for r in requests):
+        if all(r.watched and r.followed and _needs_no_logits(r) for r in requests):
             return plan_drafts(self._lengths(requests, length))
         return super()._propose(requests, length)
 
@@ -209,6 +209,11 @@ def open_rounds(
     speculator = DeviceMtpSpeculator(module, Rounds(session, module))
     speculation = DeviceSpeculation(speculator, draft_length, session.slots, **settings)
     return speculation, DeviceRunner(session, speculation, speculator, keep_all=keep_all)
+
+
+def _needs_no_logits(request: Request) -> bool:
+    """Whether the host can do without the logits of a request."""
+    return request.chooser.takes_likeliest and request.params.logprobs is None
 
 
 def _accept(found: Verified) -> list[int] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_build.errors import RequestError
+from nemo_build.runtime.constraints.making import Constraints
 from nemo_build.runtime.opening import Opened, Options, open_engine
 from nemo_build.runtime.output import Chunk, Completion, completion, take
 from nemo_build.runtime.params import SamplingParams
@@ -129,8 +130,12 @@ class Engine:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a text: the checkpoint's, or else the tokenizer's."""
-        fallback = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
-        return self.spec.generation.eos_token_ids or fallback
+        return end_ids(self.spec, self.tokenizer)
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        """Makes what requests with a grammar or a thinking budget obey."""
+        return Constraints(self.tokenizer, self.spec.vocab_size, self.eos_ids)
 
     @property
     def default_params(self) -> SamplingParams:
@@ -177,7 +182,8 @@ class Engine:
             One completion for each prompt, in order.
 
         Raises:
-            RequestError: A prompt is empty or too long, or token ids are out of range; all are named.
+            RequestError: A prompt is empty or too long, or token ids are out of range; all are named. Or a grammar is
+                invalid, or not supported.
             BundleError: The engine computes logits that are not finite.
         """
         requests = self.requests(prompts, params, scheduling, skip_special_tokens)
@@ -216,6 +222,7 @@ class Engine:
         self._check_prompts(token_lists)
         for p in each:
             p.check_vocabulary(self.spec.vocab_size)
+        guides = [self.constraints.guide(p) for p in each]
         return [
             Request(
                 tokens,
@@ -225,8 +232,9 @@ class Engine:
                 context=self.session.context,
                 scheduling=scheduling,
                 skip_special_tokens=skip_special_tokens,
+                guide=guide,
             )
-            for tokens, p in zip(token_lists, each, strict=True)
+            for tokens, p, guide in zip(token_lists, each, guides, strict=True)
         ]
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -335,6 +343,12 @@ class Engine:
                 )
         if problems:
             raise RequestError("The prompts cannot be run:", problems)
+
+
+def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end a text: the checkpoint's, or else the tokenizer's."""
+    fallback = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return spec.generation.eos_token_ids or fallback
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

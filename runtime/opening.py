@@ -20,12 +20,8 @@ from nemo_build.runtime.prefix_cache import PrefixCache
 from nemo_build.runtime.scheduler import TOKEN_BUDGET, Scheduler
 from nemo_build.runtime.speculation.base import Speculator
 from nemo_build.runtime.speculation.drafting import Drafting
-from nemo_build.runtime.speculation.kinds import (
-    ADAPTIVE_DRAFTS,
-    EngineFiles,
-    SpeculatorKind,
-    speculator_kind,
-)
+from nemo_build.runtime.speculation.kind import EngineFiles, SpeculatorKind
+from nemo_build.runtime.speculation.kinds import ADAPTIVE_DRAFTS, speculator_kind
 from nemo_build.runtime.speculation.lengths import DraftLengthController
 from nemo_build.runtime.speculation.mtp import MtpSpeculator
 from nemo_build.runtime.speculation.rounds import Speculation

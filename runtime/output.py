@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from nemo_build.errors import BundleError
+from nemo_build.errors import BundleError, RequestError
 from nemo_build.runtime.request import Request
+from nemo_build.runtime.sampling import TokenLogprobs
 from nemo_build.runtime.stopping import FinishReason
 
 __all__ = ["Chunk", "Completion", "completion", "take"]
@@ -25,6 +26,7 @@ class Completion:
         prompt_tokens: Length of the prompt.
         seed: The seed of its random numbers, chosen by the engine if the request had none.
         cached_tokens: Tokens of the prompt that came from the prefix cache.
+        logprobs: The log-probabilities of each token, if the request asked for them.
     """
 
     text: str
@@ -34,6 +36,7 @@ class Completion:
     prompt_tokens: int
     seed: int = field(compare=False)
     cached_tokens: int = field(compare=False)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Chunk:
         finish_reason: Set on the last chunk.
         matched: On the last chunk: the stop string, or the id of the end token, that ended it.
         drafted: Whether the token was a draft that was accepted.
+        logprobs: The log-probabilities at the token, if the request asked for them.
     """
 
     index: int
@@ -55,6 +59,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     matched: str | int | None = None
     drafted: bool = False
+    logprobs: TokenLogprobs | None = None
 
 
 def take(request: Request, index: int) -> Iterator[Chunk]:
@@ -62,11 +67,16 @@ def take(request: Request, index: int) -> Iterator[Chunk]:
 
     Raises:
         BundleError: The engine fails.
+        RequestError: The request's grammar turned out too complex to go on with.
     """
     while request.events:
         event = request.events.popleft()
         text = event.text
-        yield Chunk(index, text.emit, event.token, text.finish_reason, text.matched, event.drafted)
+        yield Chunk(
+            index, text.emit, event.token, text.finish_reason, text.matched, event.drafted, event.logprobs
+        )
+    if isinstance(request.error, RequestError):
+        raise request.error
     if request.error is not None:
         hint = "Check the engine with `nemo-build inspect --verify`, or build it again."
         raise BundleError(f"The engine fails: {request.error}", hint=hint) from request.error
@@ -83,4 +93,7 @@ def completion(request: Request, chunks: Iterable[Chunk]) -> Completion:
         request.prompt_tokens,
         request.seed,
         request.cached_tokens or 0,
+        None
+        if request.params.logprobs is None
+        else tuple(c.logprobs for c in chunks if c.logprobs is not None),
     )

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from nemo_build.errors import RequestError
 
-__all__ = ["SamplingParams"]
+__all__ = ["Grammar", "SamplingParams", "Thinking"]
 
 _LIMITS: tuple[tuple[str, type, str, Callable[[Any], bool]], ...] = (
     ("max_tokens", numbers.Integral, "an integer of at least 1", lambda v: v >= 1),
@@ -25,6 +25,9 @@ _LIMITS: tuple[tuple[str, type, str, Callable[[Any], bool]], ...] = (
     ("min_tokens", numbers.Integral, "an integer of at least 0", lambda v: v >= 0),
 )
 
+MOST_LOGPROBS = 20
+"""Most likely tokens that a request may be told of at each position."""
+
 
 def _is_number(value: object, kind: type) -> bool:
     # bool is an Integral, but `"top_k": true` is a mistake, not a one.
@@ -35,6 +38,93 @@ def _is_number(value: object, kind: type) -> bool:
 
 def _is_token_id(value: object) -> bool:
     return _is_number(value, numbers.Integral) and value >= 0  # type: ignore[operator]
+
+
+def _taken(name: str, kind: type, value: object, problems: list[str]) -> Any:
+    """A dataclass as it is, or made of a mapping of its fields, as it travels; ``None`` where that cannot be."""
+    if value is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        problems.append(f"{name} must be a mapping, got {value!r}")
+        return None
+    unknown = sorted(str(key) for key in value if key not in {f.name for f in fields(kind)})
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in value]
+    problems += [f"{name}.{key} is unknown" for key in unknown] + [
+        f"{name}.{key} is missing" for key in missing
+    ]
+    if unknown or missing:
+        return None
+    try:
+        return kind(**value)
+    except RequestError as error:
+        problems += error.problems
+        return None
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text, or what of it follows the thinking, has to look like.
+
+    Attributes:
+        kind: A name of :data:`nemo_build.runtime.constraints.kinds.KINDS`: ``json_schema``, ``json_object``, ``regex``,
+            ``lark``, ``choice`` or ``tools``.
+        text: What the kind makes the grammar of; see its module.
+        after_thinking: The prompt has opened ``<think>``: the text is free up to ``</think>``, and the grammar begins
+            behind that.
+
+    Raises:
+        RequestError: A value has the wrong type. Whether the grammar can be used is found out with the tokenizer, by
+            :class:`~nemo_build.runtime.constraints.making.Constraints`.
+    """
+
+    kind: str
+    text: str = ""
+    after_thinking: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"grammar.{name} must be {kind_name}, got {getattr(self, name)!r}"
+            for name, kind, kind_name in (
+                ("kind", str, "a string"),
+                ("text", str, "a string"),
+                ("after_thinking", bool, "true or false"),
+            )
+            if not isinstance(getattr(self, name), kind)
+        ]
+        if problems:
+            raise RequestError("The grammar is invalid.", problems)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How long the model may think. The prompt has opened ``<think>``.
+
+    Attributes:
+        budget: Tokens of thinking, >= 0, counted from the start of the output; then ``</think>`` is forced, token by
+            token. 0 closes at once. A ``<tool_call>`` ends the thinking as ``</think>`` does.
+        grace: Tokens, >= 0, for which the end waits beyond the budget until a line ends. By default 0: thinking never
+            takes more than the budget.
+
+    Raises:
+        RequestError: A value is no integer or below 0.
+    """
+
+    budget: int
+    grace: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"thinking.{name} must be an integer of at least 0, got {getattr(self, name)!r}"
+            for name in ("budget", "grace")
+            if not (_is_number(getattr(self, name), numbers.Integral) and getattr(self, name) >= 0)
+        ]
+        if problems:
+            raise RequestError("The thinking budget is invalid.", problems)
+
+    @classmethod
+    def with_grace(cls, budget: int) -> Thinking:
+        """With the grace that fronts give who names a budget alone: a tenth of it, at most 16 tokens."""
+        return cls(budget, min(budget // 10, 16))
 
 
 @dataclass(frozen=True)
@@ -57,6 +147,9 @@ class SamplingParams:
         include_stop: Keep the stop string, or the text of the stop token, in the output.
         ignore_eos: The model's own end ids do not end the text.
         min_tokens: The first ``min_tokens`` tokens do not end the text (but ``max_tokens`` does).
+        logprobs: ``None``: none; n from 0 to 20: the log-probability of each token, and the n most likely ones there.
+        grammar: What the text has to look like, or ``None``. A mapping of its fields is taken as well.
+        thinking: How long the model may think, or ``None``: as it likes. A mapping of its fields is taken as well.
 
     Raises:
         RequestError: Listing every value of a wrong type or out of range.
@@ -77,6 +170,9 @@ class SamplingParams:
     include_stop: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -92,7 +188,12 @@ class SamplingParams:
         seed = self.seed
         if seed is not None and not (_is_number(seed, numbers.Integral) and -(2**63) <= seed < 2**64):
             problems.append(f"seed must be a 64-bit integer, got {seed!r}")
+        wanted = self.logprobs
+        if wanted is not None and not (_is_number(wanted, numbers.Integral) and 0 <= wanted <= MOST_LOGPROBS):
+            problems.append(f"logprobs must be an integer from 0 to {MOST_LOGPROBS}, got {wanted!r}")
         problems += self._check_stops() + self._check_bias()
+        grammar = _taken("grammar", Grammar, self.grammar, problems)
+        thinking = _taken("thinking", Thinking, self.thinking, problems)
         if problems:
             raise RequestError("The sampling parameters are invalid.", problems)
         # Own, plain copies: the caller's list or dict may change while the request runs.
@@ -100,6 +201,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
         object.__setattr__(self, "logit_bias", {int(i): float(b) for i, b in self.logit_bias.items()})
         object.__setattr__(self, "top_k", max(int(self.top_k), 0))
+        object.__setattr__(self, "grammar", grammar)
+        object.__setattr__(self, "thinking", thinking)
 
     def _check_stops(self) -> list[str]:
         problems = []

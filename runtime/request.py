@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from nemo_build.engines.plan import PREFILL_CHUNK
 from nemo_build.errors import RequestError
 from nemo_build.runtime.choice import TokenChooser
+from nemo_build.runtime.constraints.base import Guide
 from nemo_build.runtime.detokenizer import IncrementalDetokenizer, TokenTable
 from nemo_build.runtime.params import SamplingParams
-from nemo_build.runtime.sampling import NonFiniteLogitsError
+from nemo_build.runtime.sampling import NonFiniteLogitsError, TokenLogprobs
 from nemo_build.runtime.speculation.verify import Method
 from nemo_build.runtime.stopping import FinishReason, StepText, StopState
 
@@ -33,6 +34,7 @@ class Scheduling:
         timeout: Seconds after which it ends with what it has, > 0; ``None``: never.
         salt: Whose prompt it is: the prefix cache shares nothing between different salts.
         prefill_chunk: Most prompt tokens in one step.
+        speculate: Whether drafts are made for it, where there is a speculator.
 
     Raises:
         RequestError: A value is out of range.
@@ -42,6 +44,7 @@ class Scheduling:
     timeout: float | None = None
     salt: Hashable = None
     prefill_chunk: int = PREFILL_CHUNK
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         problems = []
@@ -65,11 +68,13 @@ class Event:
         token: The token, or ``None`` if the request ended without one.
         text: What it adds to the text.
         drafted: Whether it was a draft that was accepted.
+        logprobs: The log-probabilities there, if the request asked for them.
     """
 
     token: int | None
     text: StepText
     drafted: bool = False
+    logprobs: TokenLogprobs | None = None
 
 
 class Request:
@@ -83,6 +88,7 @@ class Request:
         context: Positions of the session.
         scheduling: What it asks of the scheduler.
         skip_special_tokens: Leave control tokens out of the text.
+        guide: What the output has to obey by the parameters, or ``None``; used by nobody else.
 
     Attributes:
         events: What the reader has not taken yet.
@@ -97,6 +103,8 @@ class Request:
         watched: Whether the speculator is told of what it commits.
         followed: Whether the speculator knows what follows the tokens fed, so that it can draft.
         arrival: When the scheduler got it, by its clock.
+        admitted: When it first got a slot, by the same clock; ``None`` before.
+        rejected: Drafts for it that were judged and not accepted.
         chooser: What chooses its tokens.
     """
 
@@ -110,6 +118,7 @@ class Request:
         context: int,
         scheduling: Scheduling | None = None,
         skip_special_tokens: bool = True,
+        guide: Guide | None = None,
     ) -> None:
         room = context - len(prompt) + 1  # the last token is never fed
         limit = min(params.max_tokens, room)
@@ -125,10 +134,12 @@ class Request:
         self.snapshot_at = 0
         self.watched = self.followed = False
         self.arrival = 0.0
+        self.admitted: float | None = None
+        self.rejected = 0
         self.events: deque[Event] = deque()
         self._has_ended = False
         self.error: Exception | None = None
-        self.chooser = TokenChooser(self.params, seed=self.seed, eos_ids=eos_ids, prompt=prompt)
+        self.chooser = TokenChooser(self.params, seed=self.seed, eos_ids=eos_ids, prompt=prompt, guide=guide)
         self._context = context
         detokenizer = IncrementalDetokenizer(table, skip_special_tokens=skip_special_tokens)
         self._stop = StopState(self.params, eos_ids, detokenizer)
@@ -161,6 +172,8 @@ class Request:
     @property
     def most_drafts(self) -> int:
         """How many drafts could be of use: one token comes without them, and none is fed past the context."""
+        if not self.scheduling.speculate:
+            return 0
         left = self.params.max_tokens - (len(self.tokens) - self.prompt_tokens)
         return max(0, min(left - 1, self._context - self.fed - 1))
 
@@ -187,27 +200,34 @@ class Request:
         """
         try:
             tokens, accepted = self.chooser.choose(logits, best, drafts, probabilities, method)
-        except NonFiniteLogitsError as error:
+            found = None if self.params.logprobs is None else self.chooser.logprobs(logits, tokens)
+        except (NonFiniteLogitsError, RequestError) as error:
             self.error = error
             return 0
-        return self.take(tokens, accepted)
+        return self.take(tokens, accepted, found)
 
-    def take(self, tokens: Sequence[int], accepted: int) -> int:
+    def take(
+        self, tokens: Sequence[int], accepted: int, logprobs: Sequence[TokenLogprobs] | None = None
+    ) -> int:
         """Append tokens up to the end of the text, and add them to the events.
 
         Args:
             tokens: They follow the last one.
             accepted: How many of the first of them were drafts.
+            logprobs: Of each of them, if the request asked for them.
 
         Returns:
             How many drafts there are before the end of the text.
         """
+        chooser = self.chooser
         for i, token in enumerate(tokens):
             if self._stop.finish_reason is not None:
                 return min(accepted, i)
             self.tokens.append(token)
-            self.chooser.push(token)
-            self.events.append(Event(token, self._stop.push(token), i < accepted))
+            chooser.push(token)
+            found = None if logprobs is None else logprobs[i]
+            text = self._stop.push(token, final=chooser.finished)
+            self.events.append(Event(token, text, i < accepted, found))
             self._has_ended = self._stop.finish_reason is not None
         return accepted
 

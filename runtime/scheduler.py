@@ -64,6 +64,8 @@ class SchedulerStatistics:
         free_slots: Slots that nobody has.
         memory_used: Bytes of state of the requests that run; 0 where memory is not what limits them.
         failed: Requests that ended with a step that failed.
+        memory_total: Bytes there are for it; 0 likewise.
+        positions: Positions of the caches that hold tokens of the requests that run.
     """
 
     running: int
@@ -73,6 +75,8 @@ class SchedulerStatistics:
     free_slots: int
     memory_used: int
     failed: int
+    memory_total: int = 0
+    positions: int = 0
 
 
 class Scheduler:
@@ -163,6 +167,8 @@ class Scheduler:
             len(self._free),
             self._used(),
             self._failed,
+            self._memory.total if self._memory is not None else 0,
+            sum(r.fed for r in self._running),
         )
 
     def step(self) -> None:
@@ -357,7 +363,7 @@ class Scheduler:
                 extra = self._cache.restore(match, self._state, request.slot)
                 request.fed = match.length
         if request.cached_tokens is None:
-            request.cached_tokens = request.fed
+            request.cached_tokens, request.admitted = request.fed, self._clock()
         if self._speculation is not None:
             self._speculation.start(request, extra)
 

@@ -120,7 +120,9 @@ class RowRunner(ABC):
             request, drafts = row.request, row.drafts
             count = len(row.tokens) - len(drafts.tokens) + accepted
             # Drafts behind the end of a text were not judged.
-            results.append((accepted if request.finished else len(drafts.tokens), accepted))
+            judged = accepted if request.finished else len(drafts.tokens)
+            request.rejected += judged - accepted
+            results.append((judged, accepted))
             past = request.fed
             request.fed += count
             request.uncommitted = count if stays_pending(len(row.tokens), self._slots.pending) else 0

@@ -128,8 +128,9 @@ class StopState:
 
     A stop, by token or by string, wins over ``max_tokens`` reached at the same token. The first
     ``min_tokens`` tokens end the request only by ``max_tokens``, and no stop string is looked for in their
-    text. The text of a stop token is shown only with ``include_stop`` (and if the detokenizer does not skip
-    it). Tokens after the end are not accepted: with speculation, the rest of an accepted run is dropped.
+    text, unless a grammar lets nothing follow. The text of a stop token is shown only with ``include_stop``
+    (and if the detokenizer does not skip it). Tokens after the end are not accepted: with speculation, the
+    rest of an accepted run is dropped.
 
     Args:
         params: The request's parameters.
@@ -151,8 +152,12 @@ class StopState:
         self._detokenizer = detokenizer
         self._checker = StopChecker(params.stop, include_stop=params.include_stop)
 
-    def push(self, token: int) -> StepText:
+    def push(self, token: int, *, final: bool = False) -> StepText:
         """Take the next token.
+
+        Args:
+            token: The token.
+            final: Whether nothing can follow it.
 
         Raises:
             RuntimeError: The request has ended.
@@ -160,7 +165,7 @@ class StopState:
         if self.finish_reason is not None:
             raise RuntimeError(f"token {token} was pushed after the end ({self.finish_reason})")
         self.num_tokens += 1
-        may_stop = self.num_tokens > self._params.min_tokens
+        may_stop = final or self.num_tokens > self._params.min_tokens
         if may_stop and token in self._stop_ids:
             text = self._detokenizer.push(token) if self._params.include_stop else ""
             return self._end(text, FinishReason.STOP, token)

@@ -75,7 +75,8 @@ class Tokenizer:
         pad_id: Id of the padding token, or ``None``.
         add_bos_token: Whether :meth:`encode` with special tokens puts the start token first; ``None`` leaves
             it to ``tokenizer.json``.
-        special_ids: Ids of all control tokens.
+        added_ids: Ids of the tokens that stand beside the vocabulary of the text.
+        special_ids: Ids of all control tokens, which are among those.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
@@ -110,6 +111,7 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.pad_id = ids["bos_token"], ids["eos_token"], ids["pad_token"]
         self.add_bos_token = add_bos
         self._added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(self._added)
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
 
     @classmethod

@@ -9,7 +9,8 @@ from nemo_build.bundle import ENGINE_BUNDLE, read_manifest
 from nemo_build.engines.build import BuildOptions, build_engine
 from nemo_build.export.exporter import export_bundle
 from nemo_build.runtime.speculation.base import Speculator
-from nemo_build.runtime.speculation.kinds import SPECULATORS, EngineFiles
+from nemo_build.runtime.speculation.kind import EngineFiles
+from nemo_build.runtime.speculation.kinds import SPECULATORS
 
 from .draft_reference import CONFIGS, DraftReference, save_draft
 from .tiny import reference_model, save_checkpoint

@@ -19,7 +19,7 @@ from nemo_build.engines.session import StepBatch
 from nemo_build.engines.trt.emitter import Emitter
 from nemo_build.engines.trt.lowering import HIDDEN_ROWS, LOGITS_SUM, TOKENS, emit_choices
 from nemo_build.errors import BundleError
-from nemo_build.runtime import Engine, SamplingParams, Scheduling
+from nemo_build.runtime import Engine, Grammar, SamplingParams, Scheduling, Thinking
 from nemo_build.runtime.prefix_cache import PrefixCache
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.sampling import NonFiniteLogitsError
@@ -124,6 +124,23 @@ def test_sampled_requests_come_and_go(open_pair, watch, seed):
     device, plain = open_pair(draft_length=3)
     check(device, plain, *mixture(seed))
     assert 0 < len(watch.rounds) < device.statistics().steps, "there were steps of both kinds"
+
+
+def test_requests_that_need_logits_are_the_hosts(open_pair, watch):
+    """Beside them no round is taken; once they have ended, rounds are."""
+    device, plain = open_pair(draft_length=3)
+    prompts, params = prompts_of(9, 2), SamplingParams(max_tokens=12, temperature=0, logprobs=1)
+    for ours, theirs in zip(device.generate(prompts, params), plain.generate(prompts, params), strict=True):
+        assert ours.token_ids == theirs.token_ids
+        found, expected = ([p.logprob for p in c.logprobs] for c in (ours, theirs))
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+    schema = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    params = SamplingParams(max_tokens=12, temperature=0, grammar=schema)
+    check(device, plain, prompts, [params] * 2)
+    assert not watch.rounds
+    closing = SamplingParams(max_tokens=20, temperature=0, thinking=Thinking(3))
+    check(device, plain, prompts_of(9, 3), [closing, closing, GREEDY])
+    assert watch.rounds, "the budget has no say behind the thinking"
 
 
 def test_lengths_that_change_from_step_to_step(open_pair, watch, monkeypatch):

@@ -159,10 +159,11 @@ def test_texts_follow_the_target(name: str, method: Drafting) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["coupled", "token", "block"])
+@pytest.mark.parametrize("method", ["token", "block"])
 @pytest.mark.parametrize("name", ["plain", "penalties", "truncation", "everything"])
 def test_many_texts_follow_the_target(name: str, method: Drafting) -> None:
-    assert not samples_are_rejected(method, name, samples=20000)
+    """With coupled drafts they are those of plain decoding, see above."""
+    assert not samples_are_rejected(method, name, samples=12000)
 
 
 def with_the_targets_number(seed: int, position: int, index: int) -> float:

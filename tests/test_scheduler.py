@@ -284,8 +284,8 @@ def test_who_sees_that_a_request_has_ended_finds_its_last_event(ends, monkeypatc
     seen: list[bool] = []
 
     def watched(method: Any) -> Any:
-        def call(state: StopState, *args: Any) -> Any:
-            text = method(state, *args)
+        def call(state: StopState, *args: Any, **options: Any) -> Any:
+            text = method(state, *args, **options)
             seen.append(request.finished)
             return text
 

@@ -18,11 +18,13 @@ from nemo_build.runtime.speculation.base import (
     Committed,
     DraftRequest,
     Proposal,
+    Speculator,
     Taken,
     Waiting,
     keep_short,
     padded,
 )
+from nemo_build.runtime.speculation.kind import EngineFiles
 from nemo_build.spec_draft import DraftSpec
 from nemo_build.state import StateSpec
 
@@ -170,3 +172,13 @@ class BlockSpeculator:
                 "slots": np.array(slots, np.int64),
             }
         )
+
+
+def open_block(name: str, files: EngineFiles) -> Speculator:
+    """The block drafter of this name that an engine has."""
+    spec = DraftSpec.from_json(files.manifest["drafters"][name]["spec"])
+    context = files.graph(f"{name}_context")
+    block = files.session(name, state=context.state(), hidden=spec.confidence)
+    outputs = ["logits", *["confidence"] * spec.confidence]
+    markov = files.graph(f"{name}_markov", outputs=outputs) if spec.markov_rank else None
+    return BlockSpeculator(spec, context, block, markov)

@@ -12,7 +12,8 @@ sampling; see :mod:`nemo_build.runtime.speculation.verify`. The text is another 
 A greedy request has no choice: its drafts are the most likely tokens after its transforms, however they are verified.
 
 The transforms count the drafts before as if they were accepted: penalties see their tokens, ``min_tokens`` their
-positions. A prediction that is unusable (NaN) yields some token, for drafts never change a text.
+positions. A prediction that is unusable (NaN) yields some token, for drafts never change a text. What the text has to
+obey goes for drafts as well.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_build.errors import RequestError
+from nemo_build.runtime.constraints.base import Guide
 from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.sampling import (
     NonFiniteLogitsError,
@@ -37,7 +40,7 @@ from nemo_build.runtime.sampling import (
 from nemo_build.runtime.speculation.base import Chooser
 from nemo_build.runtime.speculation.verify import draft_uniform
 
-__all__ = ["CoupledChooser", "DistributionChooser", "Drafting", "chooser_for", "greedy"]
+__all__ = ["CoupledChooser", "DistributionChooser", "Drafting", "chooser_for", "greedy", "was_asked"]
 
 Drafting = Literal["coupled", "token", "block"]
 
@@ -56,6 +59,7 @@ def chooser_for(
     eos_ids: Collection[int],
     num_output: int,
     method: Drafting = "coupled",
+    guide: Guide | None = None,
 ) -> Chooser:
     """What chooses the drafts of one step of a request.
 
@@ -69,6 +73,7 @@ def chooser_for(
         num_output: Output tokens so far.
         method: How the drafts will be verified. Only with ``token`` and ``block``, and only for requests that are
             not greedy, the result is a :class:`DistributionChooser`, whose distributions verification needs.
+        guide: Says which tokens are allowed as drafts; ``None``: all of them.
 
     Raises:
         ValueError: There is no such method.
@@ -76,10 +81,13 @@ def chooser_for(
     if method not in get_args(Drafting):
         raise ValueError(f"there is no way of drafting {method!r}")
     is_greedy = params.temperature == 0
-    if is_greedy and not params.uses_counts and not params.logit_bias and num_output >= params.min_tokens:
+    is_plain = not (params.uses_counts or params.logit_bias or num_output < params.min_tokens)
+    if is_greedy and is_plain and guide is None:
         return greedy
     kind = CoupledChooser if is_greedy or method == "coupled" else DistributionChooser
-    return kind(params, counts, seed=seed, position=position, eos_ids=eos_ids, num_output=num_output)
+    return kind(
+        params, counts, seed=seed, position=position, eos_ids=eos_ids, num_output=num_output, guide=guide
+    )
 
 
 @dataclass(eq=False)
@@ -93,10 +101,12 @@ class _Drafts(ABC):
     position: int
     eos_ids: Collection[int]
     num_output: int
+    guide: Guide | None
     _drafts: list[int] = field(default_factory=list, init=False)
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Choose the next draft from a prediction ``[V]``."""
+        logits = self._allowed(logits)
         counts = self.counts if self.params.uses_counts else None
         if counts is None:
             token = self._choose(logits, len(self._drafts))
@@ -106,6 +116,15 @@ class _Drafts(ABC):
                 token = self._choose(logits, len(self._drafts))
         self._drafts.append(token)
         return token
+
+    def _allowed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The prediction, as far as its tokens are allowed behind the drafts so far."""
+        if self.guide is None:
+            return logits
+        try:
+            return self.guide.masked(logits, self._drafts)
+        except RequestError:  # the target will say so if it comes here
+            return logits
 
     @abstractmethod
     def _choose(self, logits: NDArray[np.float32], index: int) -> int:
@@ -122,6 +141,11 @@ def _pushed(counts: TokenCounts, tokens: Sequence[int]) -> Iterator[None]:
     finally:
         for _ in tokens:
             counts.pop()
+
+
+def was_asked(chooser: Chooser) -> bool:
+    """Whether a speculator chose drafts with this, and not by itself."""
+    return not isinstance(chooser, _Drafts) or bool(chooser._drafts)
 
 
 class CoupledChooser(_Drafts):

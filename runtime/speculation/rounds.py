@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.acceptance import Acceptance, RequestRates
 from nemo_build.runtime.speculation.base import Chooser, Committed, DraftRequest, Proposal, Speculator
-from nemo_build.runtime.speculation.drafting import DistributionChooser, Drafting
+from nemo_build.runtime.speculation.drafting import DistributionChooser, Drafting, was_asked
 from nemo_build.runtime.speculation.lengths import DraftLengthController
 from nemo_build.runtime.speculation.verify import Method
 
@@ -160,6 +160,8 @@ class Speculation:
             tokens = proposal.tokens
             if self._controller is not None:
                 tokens = worth_verifying(proposal, self._controller.price(len(requests)))
+            if not was_asked(request.choose):
+                tokens = requests[i].chooser.corrected(tokens, request.length)
             drafts[i] = Drafts(tokens, _drawn_from(request.choose, len(tokens)))
         return drafts
 

@@ -36,6 +36,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from nemo_build.runtime.constraints.base import Guide
 from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.sampling import TokenCounts, draw, sample, target_distribution, uniform
 
@@ -94,6 +95,7 @@ def verify(
     num_output: int,
     probabilities: ArrayLike | None = None,
     method: Method = "token",
+    guide: Guide | None = None,
 ) -> Verdict:
     """Accept a run of drafts and choose one token more.
 
@@ -105,8 +107,7 @@ def verify(
     business: it drafts no further than ``max_tokens``, and drops what follows a stop string.
 
     Args:
-        logits: ``[k + 1, V]`` raw logits; row i is the target's prediction after ``draft[:i]``. ``-inf``
-            forbids a token (grammar masks that have seen ``draft[:i]``).
+        logits: ``[k + 1, V]`` raw logits; row i is the target's prediction after ``draft[:i]``.
         draft: k >= 0 token ids.
         params: The request's parameters.
         counts: Tokens so far, without the drafts; may be ``None`` unless :attr:`SamplingParams.uses_counts`.
@@ -120,8 +121,10 @@ def verify(
             divides by the sum, and so does this. ``None``: the draft is whatever it is. Greedy requests do
             not need it and ignore it.
         method: How drafts with distributions are verified. Without them both methods are one.
+        guide: Says which tokens are allowed in each row, whatever the transforms; ``None``: all of them.
 
     Raises:
+        RequestError: The guide cannot go on.
         NonFiniteLogitsError: A row that is needed holds NaN or +inf, or nothing but ``-inf``.
         ValueError: Shapes do not match, a draft is not below V or has no probability in the distribution it
             was drawn from, or a penalty is on and ``counts`` is ``None``.
@@ -134,7 +137,7 @@ def verify(
 
     stop = next((i + 1 for i, token in enumerate(draft) if is_end(i, token)), None)
     draft = [int(token) for token in draft[:stop]]
-    target = _Target(rows, params, counts, eos_ids=eos_ids, num_output=num_output)
+    target = _Target(rows, draft, params, counts, eos_ids=eos_ids, num_output=num_output, guide=guide)
     try:
         if proposals is None or params.temperature == 0:
             tokens = _matching(target, draft, seed, position, bonus=stop is None)
@@ -177,7 +180,7 @@ class _Target:
     """The target's predictions along the drafts, transformed when they are asked for.
 
     Args:
-        logits: ``[k + 1, V]``; the other arguments as for :func:`verify`.
+        logits: ``[k + 1, V]``; the other arguments as for :func:`verify`, the drafts up to the end of the text.
 
     Attributes:
         row: The current row, which is also the number of drafts before it.
@@ -186,14 +189,16 @@ class _Target:
     def __init__(
         self,
         logits: NDArray[np.float32],
+        draft: Sequence[int],
         params: SamplingParams,
         counts: TokenCounts | None,
         *,
         eos_ids: Collection[int],
         num_output: int,
+        guide: Guide | None,
     ) -> None:
         self.row = 0
-        self._logits = logits
+        self._logits, self._draft, self._guide = logits, draft, guide
         self._params = params
         self._counts = counts
         self._eos_ids = eos_ids
@@ -214,10 +219,15 @@ class _Target:
             self._counts.pop()
         self._pushed = 0
 
+    def _row(self) -> NDArray[np.float32]:
+        """The logits of the current row, as far as its tokens are allowed."""
+        logits: NDArray[np.float32] = self._logits[self.row]
+        return logits if self._guide is None else self._guide.masked(logits, self._draft[: self.row])
+
     def choose(self, seed: int, position: int) -> int:
         """The token that plain decoding chooses here; ``position`` is that of row 0."""
         return sample(
-            self._logits[self.row],
+            self._row(),
             self._params,
             self._counts,
             seed=seed,
@@ -229,7 +239,7 @@ class _Target:
     def distribution(self) -> _Probs:
         """The target distribution of the current row, ``[V]``."""
         return target_distribution(
-            self._logits[self.row],
+            self._row(),
             self._params,
             self._counts,
             eos_ids=self._eos_ids,

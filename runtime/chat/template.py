@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -286,6 +287,9 @@ class ChatTemplate:
         special_tokens: Variables of the template such as ``bos_token``.
         clock: What the template's ``strftime_now`` reads.
 
+    Attributes:
+        variables: Names that the templates read from outside, for example ``enable_thinking``.
+
     Raises:
         BundleError: A template is not valid Jinja, or none can be the default.
     """
@@ -301,16 +305,19 @@ class ChatTemplate:
         environment = _environment(clock)
         self._templates: dict[str, jinja2.Template] = {}
         self._special_tokens = dict(special_tokens or {})
+        names: set[str] = set()
         problems = []
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
+                names |= jinja2.meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateSyntaxError as error:
                 problems.append(f"template {name!r}, line {error.lineno}: {error.message}")
         if not problems and len(sources) != 1 and "default" not in sources:
             problems.append(f"no template is named 'default' among {', '.join(sources) or 'none'}")
         if problems:
             raise BundleError("The chat template cannot be used.", problems)
+        self.variables = frozenset(names)
 
     @classmethod
     def load(cls, directory: str | Path) -> ChatTemplate:

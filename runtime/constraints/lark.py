@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of a context-free grammar. The grammar's text is that: in llguidance's dialect of Lark, or in llama.cpp's GBNF,
+which is told by its ``::=``.
+"""
+
+from __future__ import annotations
+
+from nemo_build.errors import RequestError
+from nemo_build.runtime.constraints.vocabulary import Vocabulary
+
+__all__ = ["grammar"]
+
+
+def grammar(text: str, vocabulary: Vocabulary) -> str:
+    """The library's grammar.
+
+    Args:
+        text: The grammar.
+        vocabulary: The model's tokens.
+
+    Raises:
+        RequestError: It is empty, or GBNF with a mistake.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if not text.strip():
+        raise RequestError("The grammar is empty.")
+    if "::=" in text:
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # the library has no error of its own
+            raise RequestError(f"The grammar is no GBNF: {error}") from error
+    return LLMatcher.grammar_from_lark(text)
