@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
@@ -17,8 +18,18 @@ if TYPE_CHECKING:
 
 _WIDE = 200  # columns of a table that goes into a file or a pipe, whose lines nobody wraps
 
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 force_option = click.option("--force", is_flag=True, help="Replace the output if it exists.")
+
+
+def byte_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """A number of bytes, in binary units if a letter says so: the callback of an option."""
+    found = re.fullmatch(r"(\d{1,15})([KMGT]?)", value.upper())
+    if found is None:
+        raise click.BadParameter(f"{value!r} is no size such as 512M or 2G", ctx=ctx, param=param)
+    return int(found[1]) << _UNITS[found[2]]
 
 
 def read_text(stream: IO[bytes], what: str) -> str:

@@ -55,8 +55,8 @@ def speculation_options(function: _Command) -> _Command:
             default="none",
             show_default=True,
             metavar="NAME",
-            help="Where drafts come from: mtp, dflash, dspark, ngram, none; auto: the first of dspark, dflash, mtp, "
-            "ngram that the engine has. The text is the same.",
+            help="Where drafts come from: a speculator that the engine has, such as mtp or dspark; auto: the first of "
+            "them; none. The text is the same.",
         ),
     ):
         function = option(function)

@@ -76,7 +76,7 @@ def _sampling_options(function: _Command) -> _Command:
     show_default=True,
     metavar="NAME,NAME,…",
     callback=_list,
-    help="none, mtp, dflash, dspark, ngram; all: none and every one that the engine has the graphs for.",
+    help="Speculators, such as mtp, and none; all: none and every one that the engine has the graphs for.",
 )
 @click.option(
     "--draft-len",
