@@ -12,51 +12,30 @@ import json
 import queue
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from nemo_build.errors import UserError
 from nemo_build.runtime.params import SamplingParams
+from nemo_build.runtime.sampling import TokenLogprobs
+from nemo_build.runtime.triton_messages import (
+    LATE,
+    MODEL,
+    Details,
+    Piece,
+    TritonError,
+    inputs_of,
+    message_of,
+    no_answer,
+    outputs_of,
+    piece_of,
+    refused,
+    require_grpc,
+    scheme_of,
+    tensors,
+)
 
-__all__ = ["Answer", "Piece", "TritonClient", "TritonError"]
-
-_LATE = 5.0
-"""Seconds past a request's timeout, after which the server, which was to end it, is taken to be dead."""
-
-_BUSY = "busy: "
-"""How errors of a server begin that has too much to do."""
-
-
-class TritonError(UserError):
-    """The server refuses a request, cannot be reached, or does not answer in time.
-
-    Attributes:
-        busy: Whether the same request may well be answered later, or by another server.
-    """
-
-    def __init__(self, headline: str, *, busy: bool = False) -> None:
-        super().__init__(headline)
-        self.busy = busy
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of an answer.
-
-    Attributes:
-        text: New text, possibly empty.
-        tokens: How many tokens it is.
-        drafted: How many of these were drafts.
-        finish_reason: Of the last one: ``stop``, ``length`` or ``timeout``; else empty.
-        prompt_tokens: Of the first one: length of the prompt; else 0.
-    """
-
-    text: str
-    tokens: int
-    drafted: int
-    finish_reason: str
-    prompt_tokens: int
+__all__ = ["Answer", "Details", "Piece", "TritonClient", "TritonError"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +47,7 @@ class Answer:
     drafted: int
     finish_reason: str
     prompt_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class TritonClient:
@@ -81,79 +61,81 @@ class TritonClient:
         TritonError: The address is of another kind, or ``tritonclient`` is not installed.
     """
 
-    def __init__(self, address: str, *, model: str = "generate") -> None:
-        scheme, _, self._address = address.rpartition("://")
+    def __init__(self, address: str, *, model: str = MODEL) -> None:
+        scheme, self._address = scheme_of(address)
         self._model = model
-        if scheme not in ("", "grpc", "http"):
-            raise TritonError(f"{address} begins with {scheme}://; this client knows grpc:// and http://.")
         self._responses = self._over_http if scheme == "http" else self._over_grpc
-        if scheme != "http":
-            try:
-                import tritonclient.grpc  # noqa: F401
-            except ImportError as error:
-                raise TritonError(
-                    "gRPC needs a package that is not installed: pip install 'tritonclient[grpc]'."
-                ) from error
+        if scheme == "grpc":
+            require_grpc()
 
     def generate(
         self,
-        text: str,
+        prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
         priority: int = 0,
     ) -> Answer:
         """The whole answer to a prompt; arguments and errors are those of :meth:`stream`."""
-        pieces = list(self._pieces(text, params, timeout, priority, stream=False))
+        inputs = inputs_of(prompt, params, timeout=timeout, priority=priority, stream=False)
+        pieces = list(self._pieces(inputs, timeout))
         return Answer(
             "".join(p.text for p in pieces),
             sum(p.tokens for p in pieces),
             sum(p.drafted for p in pieces),
             pieces[-1].finish_reason,
             pieces[0].prompt_tokens,
+            tuple(found for p in pieces for found in p.logprobs),
         )
 
     def stream(
         self,
-        text: str,
+        prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
         priority: int = 0,
+        salt: str | None = None,
+        speculate: bool = True,
+        skip_special_tokens: bool = True,
+        details: bool = False,
     ) -> Iterator[Piece]:
         """The answer to a prompt as it comes. Closing the iterator cancels the request.
 
         Args:
-            text: The prompt.
+            prompt: A text, or token ids.
             params: How tokens are chosen; ``None``: the model's defaults.
             timeout: Seconds after which the answer ends with what there is, > 0; ``None``: never.
             priority: Higher ones come first.
+            salt: Whose prompt it is: the prefix cache shares nothing between different salts.
+            speculate: Whether drafts are made for it, where the server has a speculator.
+            skip_special_tokens: Leave control tokens out of the text.
+            details: Have the pieces say which tokens they are.
 
         Raises:
             TritonError: There is no answer, or none in time.
         """
-        return self._pieces(text, params, timeout, priority, stream=True)
+        inputs = inputs_of(
+            prompt,
+            params,
+            timeout=timeout,
+            priority=priority,
+            stream=True,
+            salt=salt,
+            speculate=speculate,
+            skip_special_tokens=skip_special_tokens,
+            details=details,
+        )
+        return self._pieces(inputs, timeout)
 
-    def _pieces(
-        self, text: str, params: SamplingParams | None, timeout: float | None, priority: int, *, stream: bool
-    ) -> Iterator[Piece]:
-        inputs: dict[str, Any] = {"text_input": text, "priority": priority, "stream": stream}
-        if params is not None:
-            inputs["sampling_parameters"] = json.dumps(asdict(params))
-        if timeout is not None:
-            inputs["timeout"] = timeout
-        deadline = None if timeout is None else time.monotonic() + timeout + _LATE
-        found = None
-        for found in self._responses(inputs, deadline):
-            yield Piece(
-                found["text_output"],
-                found["num_output_tokens"],
-                found["total_accepted_draft_tokens"],
-                found["finish_reason"],
-                found["num_input_tokens"],
-            )
-        if found is None or not found["finish_reason"]:
-            raise TritonError(f"{self._address} ended the answer before its end.", busy=True)
+    def _pieces(self, inputs: Mapping[str, Any], timeout: float | None) -> Iterator[Piece]:
+        deadline = None if timeout is None else time.monotonic() + timeout + LATE
+        piece = None
+        for outputs in self._responses(inputs, deadline):
+            piece = piece_of(outputs)
+            yield piece
+        if piece is None or not piece.finish_reason:
+            raise no_answer(self._address, "ended the answer before its end.")
 
     # --- gRPC ------------------------------------------------------------------------------------------------
 
@@ -169,19 +151,18 @@ class TritonClient:
             client.start_stream(lambda result, error: events.put((result, error)))
             # If there is no server, this fails in one way or another, but the event says why.
             with contextlib.suppress(InferenceServerException):
-                client.async_stream_infer(self._model, _tensors(inputs), enable_empty_final_response=True)
+                client.async_stream_infer(self._model, tensors(inputs), enable_empty_final_response=True)
             while not is_over:
                 result, error = events.get(timeout=_left(deadline))
                 if error is not None:
                     is_over = True
                     is_gone = str(error.status()) == "StatusCode.UNAVAILABLE"
-                    raise _refused(self._address, error.message(), gone=is_gone) from error
-                message = result.get_response()
-                if message.outputs:
-                    yield {o.name: _scalar(result.as_numpy(o.name)) for o in message.outputs}
-                is_over = message.parameters["triton_final_response"].bool_param
+                    raise refused(self._address, error.message(), gone=is_gone) from error
+                if outputs := outputs_of(result):
+                    yield outputs
+                is_over = result.get_response().parameters["triton_final_response"].bool_param
         except queue.Empty:
-            raise TritonError(f"{self._address} does not answer in time.", busy=True) from None
+            raise no_answer(self._address, "does not answer in time.") from None
         finally:
             client.stop_stream(cancel_requests=not is_over)
             client.close()
@@ -204,19 +185,19 @@ class TritonClient:
             )
             reply = connection.getresponse()
             if reply.status != http.HTTPStatus.OK:
-                raise _refused(self._address, _message(reply.read()))
+                raise refused(self._address, message_of(reply.read()))
             for line in reply:
                 if line.startswith(b"data:"):
                     found = json.loads(line[5:])
                     if "error" in found:
-                        raise _refused(self._address, found["error"])
+                        raise refused(self._address, found["error"])
                     yield found
                 if connection.sock is not None:
                     connection.sock.settimeout(_left(deadline))
         except TimeoutError as error:
-            raise TritonError(f"{self._address} does not answer in time.", busy=True) from error
+            raise no_answer(self._address, "does not answer in time.") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise TritonError(f"{self._address} cannot be talked to: {error!r}", busy=True) from error
+            raise no_answer(self._address, f"cannot be talked to: {error!r}") from error
         finally:
             connection.close()
 
@@ -224,41 +205,3 @@ class TritonClient:
 def _left(deadline: float | None) -> float | None:
     """Seconds until then, not quite 0 at least."""
     return None if deadline is None else max(deadline - time.monotonic(), 1e-3)
-
-
-def _tensors(inputs: Mapping[str, Any]) -> list[Any]:
-    """Inputs as tensors of one prompt; types are those of the server's table."""
-    import numpy as np
-    from tritonclient.grpc import InferInput
-
-    kinds: dict[type, tuple[str, Any]] = {
-        str: ("BYTES", np.object_),
-        bool: ("BOOL", np.bool_),
-        int: ("INT32", np.int32),
-        float: ("FP32", np.float32),
-    }
-    tensors = []
-    for name, value in inputs.items():
-        kind, dtype = kinds[float if name == "timeout" else type(value)]
-        array = np.array([[value.encode() if isinstance(value, str) else value]], dtype)
-        tensor = InferInput(name, list(array.shape), kind)
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    return tensors
-
-
-def _scalar(array: Any) -> Any:
-    value = array.ravel().tolist()[0]
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
-def _message(content: bytes) -> str:
-    try:
-        return str(json.loads(content.removeprefix(b"data:"))["error"])
-    except (ValueError, KeyError, TypeError):
-        return content.decode("utf-8", "replace")
-
-
-def _refused(address: str, message: str, *, gone: bool = False) -> TritonError:
-    """What the server answers; `gone`: it is not there to answer."""
-    return TritonError(f"{address}: {message}", busy=gone or message.startswith(_BUSY))

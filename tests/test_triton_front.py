@@ -6,18 +6,20 @@ from __future__ import annotations
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nemo_build.errors import RequestError, UserError
-from nemo_build.runtime import Engine, FinishReason, SamplingParams
+from nemo_build.runtime import Engine, FinishReason, Grammar, SamplingParams, Thinking
 from nemo_build.runtime.output import Chunk
-from nemo_build.triton_repo import BUSY, front
+from nemo_build.triton_repo import BUSY, FAULT, front
 from nemo_build.triton_repo.asked import parse
 from nemo_build.triton_repo.delivery import Answer
 from nemo_build.triton_repo.front import Front
 from nemo_build.triton_repo.remote import Steps, StepsFailedError
+from nemo_build.triton_repo.responses import Responses
 
 DEFAULTS = SamplingParams(temperature=0.6)
 
@@ -27,6 +29,7 @@ class Client:
 
     def __init__(self, broken: bool = False) -> None:
         self.texts: list[str] = []
+        self.outputs: list[dict] = []
         self.reasons: list[str] = []
         self.counts = [0, 0]
         self.error: str | None = None
@@ -38,6 +41,7 @@ class Client:
     def send(self, outputs, *, final: bool) -> None:
         if self._broken:
             raise RuntimeError("the pipe is broken")
+        self.outputs.append(outputs)
         self.texts.append(outputs["text_output"][0].decode())
         self.reasons.append(outputs["finish_reason"][0].decode())
         self.counts[0] += int(outputs["num_input_tokens"][0])
@@ -47,7 +51,8 @@ class Client:
 
     def fail(self, message: str, *, busy: bool = False) -> None:
         assert message.startswith(BUSY) == busy
-        self.error = message
+        self.error = message.removeprefix(FAULT)
+        self.is_fault = message.startswith(FAULT)
         self.over.set()
 
     def cancelled(self) -> bool:
@@ -111,15 +116,20 @@ def test_what_is_wrong_ends_its_request_alone(engine, serving, monkeypatch):
         ({"text_input": "x" * 4_000_000}, "4000000 bytes"),
         ({"text_input": "x", "no_such": 1}, "no_such"),
         ({"text_input": "x", "bad_words": "y" * 9000}, "bad_words"),
+        ({"input_ids": [10**6]}, "outside 0.."),
+        ({"input_ids": []}, "no tokens"),
+        ({}, "one of them must be given"),
     ):
         client = ask(serving, **values)
         assert client.over.wait(20)
         assert said in client.error
+        assert not client.is_fault
         assert len(client.error) < 2100
     monkeypatch.setattr(front, "parse", lambda *_: 1 / 0)
     client = ask(serving, text_input="x")
     assert client.over.wait(20)
     assert "ZeroDivisionError" in client.error
+    assert client.is_fault
     monkeypatch.undo()
     broken = ask(serving, Client(broken=True), text_input="x", max_tokens=2)
     fine = ask(serving, text_input="x", max_tokens=2)
@@ -128,9 +138,86 @@ def test_what_is_wrong_ends_its_request_alone(engine, serving, monkeypatch):
     assert not broken.over.is_set()
 
 
+def test_token_ids_are_a_prompt_as_well(engine, serving):
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
+    prompt = engine.tokenizer.encode("import os", add_special_tokens=True)
+    want = engine.generate("import os", params)[0]
+    given = {"max_tokens": 12, "temperature": 0.0, "exclude_input_in_output": False}
+    client = ask(serving, input_ids=prompt, logprobs=1, return_log_probs=True, return_details=True, **given)
+    assert client.over.wait(20)
+    assert client.texts == ["import os" + want.text]
+    [outputs] = client.outputs
+    details = json.loads(outputs["details"][0])
+    assert tuple(details["token_ids"]) == want.token_ids
+    assert details["ends"][-1] == len("import os" + want.text)
+    assert details["drafted"] == [0] * 12
+    assert details["stop_reason"] is None
+    found = json.loads(outputs["logprobs"][0])
+    assert [(f["logprob"], [tuple(t) for t in f["top"]]) for f in found] == [
+        (p.logprob, list(p.top)) for p in want.logprobs
+    ]
+    assert outputs["output_log_probs"] == pytest.approx([p.logprob for p in want.logprobs])
+    plain = ask(serving, input_ids=prompt, **given)
+    assert plain.over.wait(20)
+    assert plain.texts == client.texts
+    older = {"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
+    assert plain.outputs[0].keys() == {*older, "total_accepted_draft_tokens"}, (
+        "what nobody asked for is not sent"
+    )
+
+
+def test_control_tokens_are_shown_to_those_who_ask(engine, serving):
+    end = engine.eos_ids[0]
+    bias = json.dumps({"logit_bias": {str(end): 100}, "include_stop": True})
+    for skips in (True, False):
+        client = ask(
+            serving, text_input="x", sampling_parameters=bias, skip_special_tokens=skips, return_details=True
+        )
+        assert client.over.wait(20)
+        assert client.texts == ["" if skips else engine.tokenizer.token_bytes(end).decode()]
+        assert json.loads(client.outputs[0]["details"][0])["stop_reason"] == end
+
+
+def test_grammars_are_compiled_beside_the_other_requests(engine, serving, monkeypatch):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+    guide = json.dumps(schema | {"additionalProperties": False})
+    given = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide, "temperature": 0.0}
+    client = ask(serving, text_input="x", max_tokens=40, **given)
+    assert client.over.wait(20)
+    assert json.loads(client.texts[0])["a"] == "x"
+    may_go = threading.Event()
+    requests = engine.requests
+
+    def slow(prompts, params, *arguments):
+        if params.grammar is not None:
+            assert may_go.wait(20)
+        return requests(prompts, params, *arguments)
+
+    monkeypatch.setattr(engine, "requests", slow)
+    slow_ones = [ask(serving, text_input="x", max_tokens=40, **given) for _ in range(3)]
+    quick = ask(serving, text_input="x", max_tokens=2)
+    assert quick.over.wait(5)
+    assert not any(c.over.is_set() for c in slow_ones)
+    serving._most_waiting = 3
+    assert ask(serving, text_input="x").error == "busy: 3 requests wait already"
+    report = ask(serving, report=True)
+    assert report.over.wait(5), "a report takes no place"
+    assert json.loads(report.texts[0])["slots"] == 2
+    may_go.set()
+    serving.close()
+    assert all(c.texts == client.texts for c in slow_ones), "what was taken is answered before the end"
+    refused = Front(lambda: engine)
+    wrong = ask(refused, text_input="x", guided_decoding_guide_type="regex", guided_decoding_guide="(")
+    assert wrong.over.wait(20)
+    assert "regex" in wrong.error
+    assert not wrong.is_fault
+    refused.close()
+
+
 def test_after_the_last_response_the_server_is_asked_nothing():
     client = Client()
-    answer = Answer(client, streams=True, prompt="", prompt_tokens=1)
+    request = SimpleNamespace(prompt_tokens=1)
+    answer = Answer(client, Responses(given(), request), streams=True)
     assert answer.add([Chunk(0, "a", 5)], finished=False)
     answer.send()
     answer.look()
@@ -164,6 +251,7 @@ def test_a_step_that_fails_is_told_and_the_next_one_works(engine, serving, monke
     client = ask(serving, text_input="x", max_tokens=3)
     assert client.over.wait(10)
     assert "division by zero" in client.error
+    assert client.is_fault
     monkeypatch.setattr(engine, "step", step)
     client = ask(serving, text_input="x", max_tokens=3)
     assert client.over.wait(10)
@@ -242,6 +330,25 @@ def test_parameters_of_all_dialects():
     assert found.params.logit_bias == {7: 1.0}
     assert given(sampling_parameters='{"top_k": 3}', top_k=4).params.top_k == 4
     assert given(streaming=True).streams
+    asked = {"grammar": {"kind": "regex", "text": "a+"}, "thinking": {"budget": "7"}, "logprobs": "2"}
+    with pytest.raises(RequestError, match="budget"):
+        given(sampling_parameters=json.dumps(asked))
+    asked["thinking"] = {"budget": 7}
+    found = given(sampling_parameters=json.dumps(asked), logprobs=3)
+    assert (found.params.grammar, found.params.thinking) == (Grammar("regex", "a+"), Thinking(7))
+    assert found.params.logprobs == 3
+    assert given(return_logprobs=True).params.logprobs == 0
+    assert given(sampling_parameters='{"logprobs": 2}', return_log_probs=True).params.logprobs == 2
+    assert given().params.logprobs is None
+    assert given(guided_decoding_guide_type="json").params.grammar == Grammar("json_object")
+    assert given(guided_decoding_guide_type="", guided_decoding_guide="").params.grammar is None
+    found = given(salt="a", speculate=False, skip_special_tokens=False)
+    assert (found.scheduling.salt, found.scheduling.speculate, found.skips_special) == ("a", False, False)
+    assert (given().scheduling.salt, given().scheduling.speculate, given().skips_special) == (
+        None,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,8 +360,13 @@ def test_parameters_of_all_dialects():
         ({"sampling_parameters": '{"top_p": 1' + "0" * 400 + "}"}, "top_p"),
         ({"sampling_parameters": '{"n": 2, "odd": 1}'}, "n is 2.*\n.*odd"),
         ({"stop_words": ["x"] * 65}, "65 stop"),
-        ({"beam_width": 2, "return_log_probs": True}, "beam_width is 2.*\n.*return_log_probs"),
+        ({"beam_width": 2, "return_perf_metrics": True}, "beam_width is 2.*\n.*return_perf_metrics"),
         ({"timeout": float("nan")}, "timeout"),
+        ({"input_ids": [1, 2]}, "one of them"),
+        ({"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": "x"}, "ebnf_grammar"),
+        ({"guided_decoding_guide": "x"}, "guided_decoding_guide_type"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"sampling_parameters": '{"grammar": {"text": "x"}}'}, "kind"),
     ],
 )
 def test_parameters_that_are_wrong(values, said):

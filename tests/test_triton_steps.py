@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -15,13 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_build.errors import PlanError, UserError
-from nemo_build.runtime import Engine, SamplingParams, Scheduling, opening
+from nemo_build.errors import PlanError, RequestError, UserError
+from nemo_build.runtime import Engine, Grammar, SamplingParams, Scheduling, Thinking, TokenLogprobs, opening
 from nemo_build.runtime.memory import SlotMemory
 from nemo_build.runtime.opening import Options
 from nemo_build.runtime.request import Request
 from nemo_build.triton_repo import shared
-from nemo_build.triton_repo.arrays import from_rows, pack, to_rows, unpack
+from nemo_build.triton_repo.arrays import from_logprobs, from_rows, pack, to_logprobs, to_rows, unpack
+from nemo_build.triton_repo.guides import Guides
 from nemo_build.triton_repo.opening import Parts
 from nemo_build.triton_repo.shared import leftovers, release, shared_arrays
 from nemo_build.triton_repo.stages import chooser_of, describe
@@ -31,6 +33,14 @@ from .triton_models import LocalModels, StepsFailedError
 SPECULATORS = ("none", "mtp", "dflash", "dspark", "ngram")
 TEXT = Path(__file__).read_text()
 KEYS = itertools.count()
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 6}, "n": {"type": "integer"}},
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    }
+)
 
 
 @pytest.fixture
@@ -51,15 +61,22 @@ def questions(plain) -> list[tuple[list[int], SamplingParams]]:
     tokens = plain.tokenizer.encode(TEXT)
     ways = (
         {"temperature": 0},
-        {"temperature": 0.9, "top_p": 0.9, "seed": 3},
-        {"temperature": 0, "repetition_penalty": 1.3, "min_tokens": 4},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 3, "logprobs": 3},
+        {"temperature": 0, "repetition_penalty": 1.3, "min_tokens": 4, "logprobs": 0},
         {"temperature": 0.7, "seed": 2**64 - 1, "logit_bias": {7: -5.0}, "frequency_penalty": 0.4},
+        {"temperature": 0, "grammar": Grammar("json_schema", SCHEMA), "logprobs": 1},
+        {"temperature": 0.9, "seed": 4, "grammar": Grammar("regex", "[a-z]{3,9}(, [0-9]+){4}")},
+        {
+            "temperature": 0,
+            "thinking": Thinking(4, grace=2),
+            "grammar": Grammar("json_object", after_thinking=True),
+        },
     )
     asked = []
-    for i in range(12):
+    for i in range(14):
         start = 0 if i % 2 else int(rng.integers(0, 300))
         prompt = tokens[start : start + int(rng.integers(1, 600 if i == 5 else 200))]
-        asked.append((prompt, SamplingParams(max_tokens=24, stop=["return"], **ways[i % 4])))
+        asked.append((prompt, SamplingParams(max_tokens=24, stop=["return"], **ways[i % len(ways)])))
     return asked
 
 
@@ -68,9 +85,9 @@ def answers(plain, questions):
     return plain.generate([p for p, _ in questions], [s for _, s in questions])
 
 
-def outputs(engine: Engine, questions) -> list[tuple[int, ...]]:
+def outputs(engine: Engine, questions) -> list[tuple]:
     found = engine.generate([p for p, _ in questions], [s for _, s in questions])
-    return [completion.token_ids for completion in found]
+    return [(completion.token_ids, completion.logprobs) for completion in found]
 
 
 @pytest.mark.parametrize("prefix_cache", [0, 8 << 20])
@@ -92,7 +109,7 @@ def test_texts_are_those_of_the_engine(
     parts = Parts(demo_engine_directory, options, key)
     models = LocalModels(parts)
     engine = parts.engine(models)
-    want = [a.token_ids for a in answers]
+    want = [(a.token_ids, a.logprobs) for a in answers]
     assert outputs(engine, questions) == want
     assert outputs(engine, questions[::-1]) == want[::-1]
     if prefix_cache:
@@ -117,7 +134,7 @@ def test_a_dead_model_loses_no_request(demo_engine_directory, questions, answers
     models = LocalModels(parts)
     engine = parts.engine(models)
     models._before = die
-    assert outputs(engine, questions) == [a.token_ids for a in answers]
+    assert outputs(engine, questions) == [(a.token_ids, a.logprobs) for a in answers]
     assert models.repairs >= 2
     statistics = engine.statistics()
     assert statistics.preemptions >= 1
@@ -175,6 +192,86 @@ def test_unusable_logits_end_their_request_alone(demo_engine_directory, question
     assert len(fine.output) == 5
 
 
+SHORT = SamplingParams(max_tokens=4, temperature=0, grammar=Grammar("regex", "[ab]{2,}"))
+
+
+def test_every_process_knows_a_grammar_before_its_request_begins(demo_engine_directory, key):
+    parts = Parts(demo_engine_directory, Options(max_context=768, threads=1, speculate="mtp"), key)
+    models = LocalModels(parts)
+    engine = parts.engine(models)
+    models.calls.clear()
+    engine.requests("x", SHORT)
+    assert {*models.calls} == {"verify", "draft_mtp"}
+    assert len(engine.generate("x", SHORT)[0].token_ids) == 4
+    models.calls.clear()
+    engine.requests("x", SamplingParams(thinking=Thinking(3)))
+    assert not models.calls
+
+    def fail(*_) -> None:
+        raise RequestError("it takes too long")
+
+    models._stages["draft_mtp"]._guides.guide = fail
+    with pytest.raises(RequestError, match="it takes too long"):
+        engine.requests("x", SHORT)
+
+    def die(model: str) -> None:
+        raise StepsFailedError(f"{model} is not healthy")
+
+    models._before = die
+    engine.requests("x", SHORT)
+    assert not models.repairs, "the next step sees to it, as it has to begin again"
+
+
+@pytest.mark.parametrize("speculator", ["mtp", "dflash", "ngram"])
+def test_drafts_obey_grammars(demo_engine_directory, key, speculator):
+    options = Options(max_context=768, threads=1, speculate=speculator, draft_length=3)
+    parts = Parts(demo_engine_directory, options, key)
+    engine = parts.engine(LocalModels(parts))
+    text = "é漢🎈" * 4  # each byte is a token, so that there is one way to write it
+    params = SamplingParams(max_tokens=90, temperature=0, grammar=Grammar("choice", json.dumps([text])))
+    assert engine.generate("import", params)[0].text == text
+    drafted, accepted = engine.acceptance.drafted, engine.acceptance.accepted
+    assert sum(drafted) > 20
+    assert accepted == drafted, "there was one choice only"
+
+
+def test_a_grammar_that_gets_too_complex_ends_its_request_alone(demo_engine_directory, key, monkeypatch):
+    parts = Parts(demo_engine_directory, Options(max_context=768, threads=1), key)
+    models = LocalModels(parts)
+    engine = parts.engine(models)
+    [bad, fine] = engine.requests([[5, 6], [5, 6]], [SHORT, SamplingParams(max_tokens=4, temperature=0)])
+    engine.add([bad, fine])
+    engine.step()
+    chooser = models._stages["verify"]._choosers[bad.slot]
+
+    def refuse(*_) -> None:
+        raise RequestError("too complex")
+
+    monkeypatch.setattr(chooser, "choose", refuse)
+    while engine.unfinished:
+        engine.step()
+    assert isinstance(bad.error, RequestError)
+    assert fine.error is None
+    assert len(fine.output) == 4
+
+
+@given(st.lists(st.none() | st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=5), st.randoms())
+def test_log_probabilities_survive(shapes, random):
+    rows = [
+        None
+        if shape is None
+        else [
+            TokenLogprobs(
+                random.randrange(2**20), -random.random(), tuple((i, -i / 3) for i in range(shape[1]))
+            )
+            for _ in range(shape[0])
+        ]
+        for shape in shapes
+    ]
+    tokens = [[p.token for p in row or ()] for row in rows]
+    assert from_logprobs(to_logprobs(rows), tokens) == rows
+
+
 def test_not_enough_memory_is_said(demo_engine_directory, key, monkeypatch):
     options = Options(memory=1)
     monkeypatch.setattr(opening, "_memory", lambda *_, **__: SlotMemory(1, 1, 1))
@@ -215,7 +312,7 @@ def test_a_request_described_elsewhere_chooses_the_same(plain):
     request.take([5, 9], 0)
     assert isinstance(request, Request)
     logits = np.random.default_rng(0).normal(size=(1, plain.spec.vocab_size)).astype(np.float32)
-    other = chooser_of(describe(request))
+    other = chooser_of(describe(request), Guides(lambda: plain.constraints))
     assert other.choose(logits, None) == request.chooser.choose(logits, None)
     assert other.length == 5
 

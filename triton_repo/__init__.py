@@ -6,3 +6,6 @@ FRONT = "generate"
 
 BUSY = "busy: "
 """How an error begins if the same request may well be answered later; not every protocol carries a status."""
+
+FAULT = "fault: "
+"""How errors begin that are no fault of the request's: the server does not work."""

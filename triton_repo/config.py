@@ -48,7 +48,7 @@ def ensemble_config(spec: EnsembleSpec, name: str, models: Mapping[str, str]) ->
             "platform": "ensemble",
             "max_batch_size": 0,
             "input": [_tensor(t) for t in spec.inputs()],
-            "output": [_tensor(given[o]) for o in spec.outputs],
+            "output": [_tensor(given[o]) for o in (*spec.outputs, *spec.optional)],
             "ensemble_scheduling": {
                 "step": [
                     {

@@ -11,13 +11,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from nemo_build.errors import RequestError, UserError
 from nemo_build.runtime.output import Chunk
-from nemo_build.triton_repo import BUSY
+from nemo_build.triton_repo import BUSY, FAULT
 from nemo_build.triton_repo.arrays import Tensors
 
 _LOOK = 0.05
@@ -48,23 +46,23 @@ class Answer:
 
     Args:
         responder: Answers it; it is asked nothing after its last response.
+        make: Makes a response of what is new.
         streams: Whether each piece is to be sent as it comes.
-        prompt: What comes before the text.
-        prompt_tokens: Length of the prompt.
 
     Attributes:
         gone: Whether nobody is there any more to be answered.
         over: Whether its last response was sent.
     """
 
-    def __init__(self, responder: Responder, *, streams: bool, prompt: str, prompt_tokens: int) -> None:
+    def __init__(
+        self, responder: Responder, make: Callable[[Sequence[Chunk]], Tensors], *, streams: bool
+    ) -> None:
         self.gone = self.over = False
-        self._responder, self._streams = responder, streams
-        self._text, self._prompt_tokens = prompt, prompt_tokens
+        self._responder, self._make, self._streams = responder, make, streams
         self._lock = threading.Lock()
         self._chunks: list[Chunk] = []
         self._finished = False
-        self._error: str | None = None
+        self._error: UserError | None = None
 
     def add(self, chunks: Sequence[Chunk], *, finished: bool) -> bool:
         """Add what is new; returns whether there is something to send."""
@@ -73,9 +71,9 @@ class Answer:
             self._finished = finished
             return bool(self._chunks) and (self._streams or finished)
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: UserError) -> None:
         """End it with an error."""
-        self._error = message
+        self._error = error
 
     def send(self) -> None:
         """Send what there is."""
@@ -83,31 +81,18 @@ class Answer:
             return
         if self._error is not None:
             self.over = True
-            refuse(self._responder, self._error)
+            refuse(self._responder, str(self._error), fault=not isinstance(self._error, RequestError))
             return
         with self._lock:
             chunks, self._chunks = self._chunks, []
             self.over = self._finished
         if chunks:
-            self._responder.send(self._outputs(chunks), final=self.over)
+            self._responder.send(self._make(chunks), final=self.over)
 
     def look(self) -> None:
         """See whether the client is still there. To ask the server after the last response would end the server."""
         if not (self.over or self.gone):
             self.gone = self._responder.cancelled()
-
-    def _outputs(self, chunks: Sequence[Chunk]) -> Tensors:
-        text = self._text + "".join(c.text for c in chunks)
-        tokens = [c for c in chunks if c.token_id is not None]
-        outputs: dict[str, NDArray[Any]] = {
-            "text_output": _strings(text),
-            "finish_reason": _strings(chunks[-1].finish_reason or ""),
-            "num_input_tokens": _int32(self._prompt_tokens),
-            "num_output_tokens": _int32(len(tokens)),
-            "total_accepted_draft_tokens": _int32(sum(c.drafted for c in tokens)),
-        }
-        self._text, self._prompt_tokens = "", 0
-        return outputs
 
 
 class Delivery:
@@ -177,21 +162,19 @@ class Delivery:
                 answer.gone = answer.over = True
 
 
-def refuse(responder: Responder, message: str, *, busy: bool = False) -> None:
-    """Tell a client that it gets no answer, if it can be told."""
-    if busy:
-        message = f"{BUSY}{message}"
+def refuse(responder: Responder, message: str, *, busy: bool = False, fault: bool = False) -> None:
+    """Tell a client that it gets no answer, if it can be told.
+
+    Args:
+        responder: Tells it.
+        message: Why.
+        busy: The same request may well be answered later.
+        fault: It is not the request that is wrong.
+    """
+    message = f"{BUSY if busy else FAULT if fault else ''}{message}"
     if len(message) > _LONGEST_MESSAGE:
         message = f"{message[:_LONGEST_MESSAGE]} ..."
     try:
         responder.fail(message, busy=busy)
     except Exception:
         traceback.print_exc()
-
-
-def _strings(text: str) -> NDArray[np.object_]:
-    return np.array([text.encode()], np.object_)
-
-
-def _int32(value: int) -> NDArray[np.int32]:
-    return np.array([value], np.int32)

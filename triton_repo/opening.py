@@ -10,12 +10,16 @@ from typing import Any
 
 from nemo_build.engines.plan import PREFILL_CHUNK
 from nemo_build.errors import PlanError
-from nemo_build.runtime.engine import Engine
+from nemo_build.runtime.constraints.making import Constraints
+from nemo_build.runtime.engine import Engine, end_ids
 from nemo_build.runtime.opening import Opened, Opening, Options, prepare
 from nemo_build.runtime.scheduler import Scheduler
+from nemo_build.runtime.tokenizer import Tokenizer
 from nemo_build.spec import ModelSpec
 from nemo_build.spec_draft import DraftSpec
 from nemo_build.state import declared_states
+from nemo_build.triton_repo.guided import GuidedEngine
+from nemo_build.triton_repo.guides import Guides
 from nemo_build.triton_repo.remote import (
     Models,
     RemoteRunner,
@@ -59,11 +63,12 @@ class Parts:
 
     def verify(self) -> Verify:
         """The target's part."""
-        return Verify(self.opening.target(), self._arrays.get(_FEATURES), self._features)
+        features = self._arrays.get(_FEATURES)
+        return Verify(self.opening.target(), features, self._features, Guides(self._constraints))
 
     def draft(self) -> Draft:
         """The drafter's part."""
-        return Draft(self.opening.drafter(), self._arrays.get(_FEATURES))
+        return Draft(self.opening.drafter(), self._arrays.get(_FEATURES), Guides(self._constraints))
 
     def engine(self, models: Models) -> Engine:
         """The scheduler's part, and all in front of it.
@@ -71,12 +76,20 @@ class Parts:
         Args:
             models: Reaches the others, which are ready.
         """
-        return Engine(self.directory, self._open(models))
+        steps = Steps(models)
+        choosing = ["verify"] if self.drafter is None else ["verify", f"draft_{self.drafter}"]
+        return GuidedEngine(self.directory, self._open(steps), steps, choosing)
 
-    def _open(self, models: Models) -> Opened:
+    def _constraints(self) -> Constraints:
+        """Makes what requests obey, as an engine has it."""
+        tokenizer = Tokenizer.load(self.directory)
+        spec = ModelSpec.from_json(self.opening.files.manifest["spec"])
+        return Constraints(tokenizer, spec.vocab_size, end_ids(spec, tokenizer))
+
+    def _open(self, steps: Steps) -> Opened:
         opening, options = self.opening, self.opening.options
         graphs = opening.files.manifest["graphs"]
-        sizes, drafter, steps = opening.files.sizes, self.drafter, Steps(models)
+        sizes, drafter = opening.files.sizes, self.drafter
         target = declared_states([graphs["target"]])
         slots = RemoteSlots(
             sizes["slots"], sizes["context"], opening.pending, {s.name: self._arrays[s.name] for s in target}

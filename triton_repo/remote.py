@@ -17,16 +17,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_build.errors import UserError
+from nemo_build.errors import RequestError, UserError
 from nemo_build.runtime.planned import Chosen, plan_drafts
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.speculation.base import Committed, DraftRequest, Proposal
 from nemo_build.runtime.speculation.rounds import Drafts, Speculation
 from nemo_build.runtime.steps import Computed, Row, RowRunner, StateLostError
 from nemo_build.state import StateSpec
-from nemo_build.triton_repo.arrays import Tensors, from_rows, pack, to_rows, unpack
+from nemo_build.triton_repo.arrays import Tensors, from_logprobs, from_rows, pack, to_rows, unpack
 from nemo_build.triton_repo.stages import describe
-from nemo_build.triton_repo.tensors import UNUSABLE, ensemble
+from nemo_build.triton_repo.tensors import REFUSED, UNUSABLE, ensemble
 
 _MOST_REPAIRS = 3
 """Times in a row that models are started again before their failure is an error of the requests."""
@@ -92,6 +92,15 @@ class Steps:
             self._in_vain = 0
         return found
 
+    def tell(self, model: str, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a model do something beside the steps, from another thread than theirs; returns its reply.
+
+        Raises:
+            StepsFailedError: It does not answer; the next step will see to it.
+        """
+        reply, _ = _reply(self._models.call(model, _order(order), ("REPLY", "EXTRA")))
+        return reply
+
     def _start_again(self, error: StepsFailedError) -> None:
         if self._in_vain == _MOST_REPAIRS:
             self._in_vain = 0  # the next request may try again
@@ -107,12 +116,19 @@ class Steps:
         self, model: str, order: Mapping[str, Any], extra: Tensors | None = None
     ) -> tuple[dict[str, Any], Tensors]:
         """Have a model do something that is no step; returns its reply and what arrays come with that."""
-        inputs = {"CONTROL": np.array([json.dumps(order).encode()], np.object_)}
-        if extra:
-            inputs["EXTRA"] = pack(extra)
-        found = self.call(model, inputs, ("REPLY", "EXTRA"))
-        reply: dict[str, Any] = json.loads(found["REPLY"].ravel()[0])
-        return reply, unpack(found["EXTRA"])
+        return _reply(self.call(model, _order(order, extra), ("REPLY", "EXTRA")))
+
+
+def _order(order: Mapping[str, Any], extra: Tensors | None = None) -> dict[str, NDArray[Any]]:
+    """A control request."""
+    inputs: dict[str, NDArray[Any]] = {"CONTROL": np.array([json.dumps(order).encode()], np.object_)}
+    return inputs | ({"EXTRA": pack(extra)} if extra else {})
+
+
+def _reply(found: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """The answer to a control request."""
+    reply: dict[str, Any] = json.loads(found["REPLY"].ravel()[0])
+    return reply, unpack(found["EXTRA"])
 
 
 @dataclass
@@ -249,8 +265,10 @@ class RemoteRunner(RowRunner):
         found = self._step(rows)
         seconds = time.perf_counter() - start
         drafts = from_rows(found["DRAFT"]) if "DRAFT" in found else [[] for _ in rows]
-        tokens = [None if row == [UNUSABLE] else row for row in from_rows(found["CHOSEN"][:, 1:])]
-        return Chosen.of(rows, drafts, tokens, found["CHOSEN"][:, 0].tolist(), seconds)
+        chosen = from_rows(found["CHOSEN"][:, 1:])
+        accepted = found["CHOSEN"][:, 0].tolist()
+        logprobs = from_logprobs(found["LOGPROBS"], chosen) if "LOGPROBS" in found else None
+        return Chosen.of(rows, drafts, [_taken(row) for row in chosen], accepted, seconds, logprobs)
 
     def choose(self, computed: Computed) -> Iterator[tuple[int, NDArray[np.float32] | None]]:
         """As of the base class."""
@@ -277,7 +295,8 @@ class RemoteRunner(RowRunner):
         else:
             inputs |= self._drafting_inputs(rows)
         spec = ensemble(drafter)
-        return self._steps.call(spec.name, inputs, spec.outputs)
+        is_asked = any(row.wanted and row.request.params.logprobs is not None for row in rows)
+        return self._steps.call(spec.name, inputs, spec.outputs + (spec.optional if is_asked else ()))
 
     def _drafting_inputs(self, rows: Sequence[Row]) -> Tensors:
         assert self._drafting is not None, "there is a drafter"
@@ -304,3 +323,12 @@ class RemoteRunner(RowRunner):
             order = {"do": "start", "slot": request.slot, "request": describe(request)}
             self._steps.control("verify", order)
             self._choosing[request.slot] = request
+
+
+def _taken(row: list[int]) -> list[int] | Exception | None:
+    """What was chosen in a row, or what kept the target's process from it."""
+    if row == [UNUSABLE]:
+        return None
+    if row == [REFUSED]:
+        return RequestError("What the text has to obey is too complex to go on with.")
+    return row

@@ -10,7 +10,7 @@ step that computed it left it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,15 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_build.engines.session import Session, StepBatch
+from nemo_build.errors import RequestError
 from nemo_build.runtime.choice import TokenChooser, likeliest
 from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.request import Request
-from nemo_build.runtime.sampling import NonFiniteLogitsError
+from nemo_build.runtime.sampling import NonFiniteLogitsError, TokenLogprobs
 from nemo_build.runtime.speculation.base import Committed, DraftRequest, Speculator
+from nemo_build.runtime.speculation.drafting import was_asked
 from nemo_build.runtime.speculation.rounds import worth_verifying
 from nemo_build.runtime.steps import last_rows
-from nemo_build.triton_repo.arrays import Tensors, from_rows, pack, to_rows, unpack
-from nemo_build.triton_repo.tensors import UNUSABLE
+from nemo_build.triton_repo.arrays import Tensors, from_rows, pack, to_logprobs, to_rows, unpack
+from nemo_build.triton_repo.guides import Guides
+from nemo_build.triton_repo.tensors import REFUSED, UNUSABLE
 
 Outputs = dict[str, NDArray[Any]]
 
@@ -43,8 +46,13 @@ def describe(request: Request) -> dict[str, Any]:
     }
 
 
-def chooser_of(data: Mapping[str, Any]) -> TokenChooser:
-    """The chooser of a request that was described."""
+def chooser_of(data: Mapping[str, Any], guides: Guides) -> TokenChooser:
+    """The chooser of a request that was described.
+
+    Args:
+        data: The description.
+        guides: Makes what it obeys.
+    """
     params = SamplingParams(**{**data["params"], "logit_bias": dict(data["params"]["logit_bias"])})
     count = data["prompt_tokens"]
     return TokenChooser(
@@ -53,6 +61,7 @@ def chooser_of(data: Mapping[str, Any]) -> TokenChooser:
         eos_ids=data["eos_ids"],
         prompt=data["tokens"][:count],
         output=data["tokens"][count:],
+        guide=guides.guide(params),
     )
 
 
@@ -63,16 +72,21 @@ class Verify:
         session: The open target graph.
         features: Where what the drafter conditions on is left, ``[slots, L, F]``; ``None``: nowhere.
         kind: Which output of the target that is.
+        guides: Makes what requests obey.
     """
 
-    def __init__(self, session: Session, features: NDArray[np.float32] | None, kind: str | None) -> None:
-        self._session = session
+    def __init__(
+        self, session: Session, features: NDArray[np.float32] | None, kind: str | None, guides: Guides
+    ) -> None:
+        self._session, self._guides = session, guides
         self._features, self._kind = features, kind
         self._choosers: dict[int, TokenChooser] = {}
 
     def control(self, order: Mapping[str, Any], extra: Tensors) -> tuple[dict[str, Any], Tensors]:
-        """``start``: a request begins in a slot, or goes on in another one."""
-        self._choosers[order["slot"]] = chooser_of(order["request"])
+        """``start`` (a request begins in a slot, or goes on in another one), or ``prepare`` (see :class:`Guides`)."""
+        if order["do"] == "prepare":
+            return self._guides.prepare(order), {}
+        self._choosers[order["slot"]] = chooser_of(order["request"], self._guides)
         return {}, {}
 
     def run(self, inputs: Tensors) -> Outputs:
@@ -92,7 +106,7 @@ class Verify:
         output = self._session.step(batch.replace(logit_rows=last_rows(batch, wanted), lean=lean))
         if not lean:
             self._keep(slots, fed, getattr(output, self._kind or ""))
-        return {"TARGET": to_rows(self._choose(slots, drafts, wanted, output.logits))}
+        return self._choose(slots, drafts, wanted, output.logits)
 
     def _keep(self, slots: list[int], fed: list[list[int]], features: NDArray[np.float32]) -> None:
         assert self._features is not None, "a lean step has none"
@@ -101,25 +115,39 @@ class Verify:
 
     def _choose(
         self, slots: list[int], drafts: list[list[int]], wanted: list[int], logits: NDArray[np.float32]
-    ) -> list[list[int]]:
+    ) -> Outputs:
         choosers = [self._choosers[slot] for slot in slots]
         best, finite = likeliest(choosers, logits)
         chosen: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs] | None] = []
         first = 0
         for chooser, row, count in zip(choosers, drafts, wanted, strict=True):
             end = first + count
-            tokens: list[int] = []
-            if count:
-                try:
-                    found, _ = chooser.choose(logits[first:end], best[first:end] if finite else None, row)
-                    tokens = list(found)
-                    for token in tokens:
-                        chooser.push(token)
-                except NonFiniteLogitsError:
-                    tokens = [UNUSABLE]
+            likely = best[first:end] if finite else None
+            tokens, found = _chosen(chooser, logits[first:end], likely, row) if count else ([], None)
             chosen.append(tokens)
+            logprobs.append(found)
             first = end
-        return chosen
+        outputs: Outputs = {"TARGET": to_rows(chosen)}
+        if any(logprobs):
+            outputs["LOGPROBS"] = to_logprobs(logprobs)
+        return outputs
+
+
+def _chosen(
+    chooser: TokenChooser, logits: NDArray[np.float32], best: Sequence[int] | None, drafts: Sequence[int]
+) -> tuple[list[int], list[TokenLogprobs] | None]:
+    """The tokens of a row, which the chooser is told of, and their log probabilities if they are asked for."""
+    try:
+        tokens, _ = chooser.choose(logits, best, drafts)
+        found = chooser.logprobs(logits, tokens)
+    except NonFiniteLogitsError:
+        return [UNUSABLE], None
+    except RequestError:
+        return [REFUSED], None
+    for token in tokens:
+        chooser.push(token)
+    return list(tokens), found
 
 
 class Draft:
@@ -128,16 +156,19 @@ class Draft:
     Args:
         speculator: The speculator.
         features: What it conditions on, as :class:`Verify` leaves it; ``None`` if it needs nothing.
+        guides: Makes what requests obey.
     """
 
-    def __init__(self, speculator: Speculator, features: NDArray[np.float32] | None) -> None:
-        self._speculator, self._features = speculator, features
+    def __init__(self, speculator: Speculator, features: NDArray[np.float32] | None, guides: Guides) -> None:
+        self._speculator, self._features, self._guides = speculator, features, guides
         self._choosers: dict[int, TokenChooser] = {}
 
     def control(self, order: Mapping[str, Any], extra: Tensors) -> tuple[dict[str, Any], Tensors]:
-        """``describe``, ``start`` (a request in a slot), or ``save`` (see the speculator's methods)."""
+        """``describe``, ``start`` (a request in a slot), ``save`` (see the speculator's methods), or ``prepare``."""
         if order["do"] == "describe":
             return {"lookahead": dict(self._speculator.lookahead)}, {}
+        if order["do"] == "prepare":
+            return self._guides.prepare(order), {}
         slot = order["slot"]
         if order["do"] == "save":
             known = order["known"]
@@ -147,7 +178,7 @@ class Draft:
         request = order["request"]
         if slot in self._choosers:
             self._speculator.release(slot)
-        self._choosers[slot] = chooser_of(request)
+        self._choosers[slot] = chooser_of(request, self._guides)
         self._speculator.start(slot, request["tokens"][: order["fed"]], extra)
         return {}, {}
 
@@ -170,8 +201,10 @@ class Draft:
         price = float(inputs["PRICE"][0])
         proposals = self._speculator.propose(list(asked.values())) if asked else []
         drafts: list[list[int]] = [[] for _ in slots]
-        for i, proposal in zip(asked, proposals, strict=True):
+        for (i, request), proposal in zip(asked.items(), proposals, strict=True):
             drafts[i] = worth_verifying(proposal, price)
+            if not was_asked(request.choose):
+                drafts[i] = self._choosers[request.slot].corrected(drafts[i], request.length)
         return {"DRAFT": to_rows(drafts)}
 
     def _observe(self, slot: int, past: int, tokens: list[int]) -> None:

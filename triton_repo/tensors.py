@@ -42,11 +42,19 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class EnsembleSpec:
-    """Models in a row; a tensor that one gives is what a later one takes by that name."""
+    """Models in a row; a tensor that one gives is what a later one takes by that name.
+
+    Attributes:
+        name: Its name.
+        models: The models.
+        outputs: What is wanted of every step.
+        optional: What some steps are asked for as well.
+    """
 
     name: str
     models: tuple[ModelSpec, ...]
     outputs: tuple[str, ...]
+    optional: tuple[str, ...] = ()
 
     def inputs(self) -> list[TensorSpec]:
         """What the ensemble is given: all that none of its models gives."""
@@ -72,7 +80,12 @@ DRAFT = _table("DRAFT")
 """Drafts of each row, counted."""
 
 TARGET = _table("TARGET")
-"""What the target chose in each row, counted; a row whose logits are unusable has a single -2."""
+"""What the target chose in each row, counted; a row whose logits are unusable has a single -2, and one whose
+grammar is too complex to go on with a single -3."""
+
+LOGPROBS = TensorSpec("LOGPROBS", "FP64", (-1, -1))
+"""Log probabilities of what the target chose, by row; see :func:`~nemo_build.triton_repo.arrays.to_logprobs`. There is
+none if no row asks for them."""
 
 CHOSEN = _table("CHOSEN")
 """How many drafts of each row are what was chosen there, and what was chosen, counted: ``[R, 2 + ...]``."""
@@ -83,7 +96,7 @@ CONTROL = TensorSpec("CONTROL", "STRING", (1,), optional=True)
 EXTRA = TensorSpec("EXTRA", "STRING", (-1,), optional=True)
 """Arrays that go with it, by turns a name and an array in NumPy's file format."""
 
-NOTHING, UNUSABLE = -1, -2
+NOTHING, UNUSABLE, REFUSED = -1, -2, -3
 
 
 def _optional(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -101,7 +114,7 @@ def step_models(drafter: str | None) -> list[ModelSpec]:
     Args:
         drafter: Name of the speculator; ``None``: nothing is drafted.
     """
-    verify = ModelSpec("verify", (*_STEP, DRAFT), (TARGET,))
+    verify = ModelSpec("verify", (*_STEP, DRAFT), (TARGET, LOGPROBS))
     accept = ModelSpec("accept", (DRAFT, TARGET), (CHOSEN,))
     if drafter is None:
         return [verify, accept]
@@ -112,7 +125,7 @@ def ensemble(drafter: str | None) -> EnsembleSpec:
     """The step as one model: ``spec_step_NAME``, or ``plain_step``."""
     name = "plain_step" if drafter is None else f"spec_step_{drafter}"
     outputs = (CHOSEN.name, DRAFT.name) if drafter else (CHOSEN.name,)
-    return EnsembleSpec(name, tuple(step_models(drafter)), outputs)
+    return EnsembleSpec(name, tuple(step_models(drafter)), outputs, (LOGPROBS.name,))
 
 
 def with_control(model: ModelSpec) -> ModelSpec:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nemo_build.cli._console import force_option
+from nemo_build.cli._console import byte_size, force_option
 from nemo_build.cli._sampling import speculation_options
 from nemo_build.errors import UserError
 
@@ -18,15 +17,6 @@ if TYPE_CHECKING:
     from nemo_build.triton_repo.render import Rendered
 
 _IMAGE = "nvcr.io/nvidia/tritonserver:25.12-py3"
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-
-
-def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """A number of bytes, in binary units if a letter says so."""
-    found = re.fullmatch(r"(\d{1,15})([KMGT]?)", value.upper())
-    if found is None:
-        raise click.BadParameter(f"{value!r} is no size such as 512M or 2G", ctx=ctx, param=param)
-    return int(found[1]) << _UNITS[found[2]]
 
 
 @click.command()
@@ -38,7 +28,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option(
     "--prefix-cache",
     default="0",
-    callback=_bytes,
+    callback=byte_size,
     show_default=True,
     metavar="SIZE",
     help="Memory for what common beginnings of prompts lead to, for example 2G.",

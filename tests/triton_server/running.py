@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_build.triton_repo.control import Control
-from nemo_build.triton_repo.server import TritonServer
+from nemo_build.triton_repo.server import Ports, TritonServer
 
 GENERATE = "/v2/models/generate/generate"
 
@@ -82,6 +84,30 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < end, "it does not come true"
         time.sleep(0.02)
+
+
+def nemo_build(*arguments: str) -> subprocess.Popen[str]:
+    """The command line in a process of its own."""
+    code = "import sys; from nemo_build.cli import main; main(sys.argv[1:])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def options_of(ports: Ports) -> list[str]:
+    """Options of ``nemo-build triton --run``."""
+    numbers = zip(("http", "grpc", "metrics"), (ports.http, ports.grpc, ports.metrics), strict=True)
+    return [word for kind, port in numbers for word in (f"--{kind}-port", str(port))]
+
+
+def children(process: int) -> list[int]:
+    """Processes that a process has started."""
+    return [int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def front_of(server: int) -> int:
+    """The process of a server's ``generate``."""
+    return next(p for p in children(server) if b"/generate/" in Path(f"/proc/{p}/cmdline").read_bytes())
 
 
 def _content(data: bytes) -> Any:

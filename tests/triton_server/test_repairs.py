@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ from nemo_build.triton_repo.render import add_version
 from nemo_build.triton_repo.server import Ports
 from nemo_build.triton_repo.supervisor import reload
 
-from .running import Running, until
+from .running import Running, children, front_of, nemo_build, options_of, until
 
 PROMPTS = [f"def f{i}(" for i in range(8)]
 PARAMS = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
@@ -82,21 +80,11 @@ def probe(running: Running) -> int:
     return nemo_build("triton", "--probe", f"127.0.0.1:{running.server.ports.http}").wait(30)
 
 
-def nemo_build(*arguments: str) -> subprocess.Popen[str]:
-    code = "import sys; from nemo_build.cli import main; main(sys.argv[1:])"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def test_a_server_is_run_repaired_and_ended(demo_engine_directory, tmp_path):
     before = shared()
     ports = Ports.free()
     out = str(tmp_path / "repository")
-    options = ["--speculate", "ngram", "--threads", "1", "--run", "-o", out]
-    numbers = zip(("http", "grpc", "metrics"), (ports.http, ports.grpc, ports.metrics), strict=True)
-    for kind, port in numbers:
-        options += [f"--{kind}-port", str(port)]
+    options = ["--speculate", "ngram", "--threads", "1", "--run", "-o", out, *options_of(ports)]
     process = nemo_build("triton", str(demo_engine_directory), *options)
     assert process.stdout is not None
     said: list[str] = []
@@ -105,10 +93,9 @@ def test_a_server_is_run_repaired_and_ended(demo_engine_directory, tmp_path):
     control = Control(f"127.0.0.1:{ports.http}")
     try:
         until(lambda: control.probe(5) is None, 60)
-        [server] = [int(p) for p in children(process.pid)]
-        stubs = [int(p) for p in children(server)]
-        front = next(p for p in stubs if b"/generate/" in Path(f"/proc/{p}/cmdline").read_bytes())
-        os.kill(front, signal.SIGKILL)
+        [server] = children(process.pid)
+        stubs = children(server)
+        os.kill(front_of(server), signal.SIGKILL)
         until(lambda: any("it answers again" in line for line in said), 40)
         assert control.probe(5) is None
         os.kill(server, signal.SIGKILL)
@@ -121,10 +108,6 @@ def test_a_server_is_run_repaired_and_ended(demo_engine_directory, tmp_path):
     assert code == 130, "".join(said)
     assert not any(map(alive, (server, *stubs)))
     assert shared() <= before
-
-
-def children(process: int) -> list[str]:
-    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
 
 
 def test_a_new_version_is_loaded_under_load_and_no_request_is_lost(serve, demo_engine_directory, texts):

@@ -25,7 +25,9 @@ PROMPTS = [
 WAYS = [
     SamplingParams(max_tokens=24, temperature=0),
     SamplingParams(max_tokens=24, temperature=0.7, top_p=0.9, seed=2**64 - 1, stop=["return", "5"]),
-    SamplingParams(max_tokens=24, temperature=0, repetition_penalty=1.3, logit_bias={7: -5.0}, min_tokens=4),
+    SamplingParams(
+        max_tokens=24, temperature=0, repetition_penalty=1.3, logit_bias={7: -5.0}, min_tokens=4, logprobs=2
+    ),
 ]
 QUESTIONS = [(prompt, way) for prompt in PROMPTS for way in WAYS]
 
@@ -33,13 +35,15 @@ QUESTIONS = [(prompt, way) for prompt in PROMPTS for way in WAYS]
 @pytest.fixture(scope="module")
 def answers(plain):
     found = plain.generate([p for p, _ in QUESTIONS], [w for _, w in QUESTIONS])
-    return [(a.text, str(a.finish_reason), len(a.token_ids), a.prompt_tokens) for a in found]
+    return [
+        (a.text, str(a.finish_reason), len(a.token_ids), a.prompt_tokens, a.logprobs or ()) for a in found
+    ]
 
 
 def ask(client: TritonClient, question, streams: bool):
     if not streams:
         answer = client.generate(*question)
-        return answer.text, answer.finish_reason, answer.tokens, answer.prompt_tokens
+        return answer.text, answer.finish_reason, answer.tokens, answer.prompt_tokens, answer.logprobs
     pieces = list(client.stream(*question))
     assert len(pieces) > 1
     assert not any(p.finish_reason for p in pieces[:-1])
@@ -48,6 +52,7 @@ def ask(client: TritonClient, question, streams: bool):
         pieces[-1].finish_reason,
         sum(p.tokens for p in pieces),
         sum(p.prompt_tokens for p in pieces),
+        tuple(found for p in pieces for found in p.logprobs),
     )
 
 

@@ -42,7 +42,13 @@ class TritonPythonModel:
         self._settings, self._folder = settings_of(args)
         self._key = server_key(self._settings.key)
         gauges = _Gauges(args["model_version"])
-        self._front = Front(self._connect, most_waiting=self._settings.most_waiting, observe=gauges.observe)
+        speculator = self._settings.options["speculate"]
+        self._front = Front(
+            self._connect,
+            most_waiting=self._settings.most_waiting,
+            observe=gauges.observe,
+            speculator=None if speculator == "none" else speculator,
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the thread; the responses are sent from there."""
