@@ -17,7 +17,7 @@ KINDS = ("plain", "4/6", "fp8", "fp8 recipe")
 MIDPOINTS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 shared_fixtures = [HealthCheck.function_scoped_fixture]
 few = settings(max_examples=50, deadline=None, suppress_health_check=shared_fixtures)
-many = settings(max_examples=1500, deadline=None, suppress_health_check=shared_fixtures)
+many = settings(max_examples=750, deadline=None, suppress_health_check=shared_fixtures)
 
 
 def values(rng: np.random.Generator, pattern: str, rows: int, width: int) -> np.ndarray:

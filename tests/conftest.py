@@ -9,16 +9,33 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from nemo_build.settings import cpus
+
 settings.register_profile("shared-machine", deadline=None)  # timed assertions do not belong into tests
 settings.load_profile("shared-machine")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def _share_cpus() -> None:
+    """Give each of several workers its part: threads that wait for work would take the CPUs from the other workers."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        for variable in ("NEMO_BUILD_THREADS", "OMP_NUM_THREADS"):
+            os.environ.setdefault(variable, str(max(1, cpus() // workers)))
+
+
+_share_cpus()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory) -> Path:
-    """Keep the build cache of the tests to themselves."""
+    """Keep the build cache of the tests to themselves; several workers share what kernels are compiled to."""
     path = tmp_path_factory.mktemp("cache")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = tmp_path_factory.getbasetemp().parent / "kernels"
+        shared.mkdir(exist_ok=True)
+        (path / "kernels").symlink_to(shared, target_is_directory=True)
     os.environ["NEMO_BUILD_CACHE"] = str(path)
     return path
 

@@ -19,6 +19,7 @@ import onnx
 import pytest
 
 from nemo_build.bundle import ENGINE_BUNDLE, sha256_file
+from nemo_build.engines.check import timing
 from nemo_build.engines.check.checks import speed
 from nemo_build.engines.ort import OrtSession
 from nemo_build.plugins.panels import CHUNK, FORMATS, pack
@@ -276,6 +277,35 @@ def taps_shifted(engine: Path, patch: Patch) -> None:
     edit_graph(engine, "target", change)
 
 
+def needless_buffer(engine: Path, patch: Patch) -> None:
+    """Each step fills 128 MiB of which it takes a zero."""
+
+    def change(graph: onnx.GraphProto) -> None:
+        make, array = onnx.helper.make_node, onnx.numpy_helper.from_array
+        zero = array(np.zeros(1, np.int64))
+        graph.initializer.extend(
+            [
+                array(np.array([16 << 20], np.int64), "needless_size"),
+                array(np.array([0], np.int64), "needless_axis"),
+            ]
+        )
+        made = [
+            make("Shape", ["past"], ["needless_one"]),  # so that it is not folded into a constant
+            make("Mul", ["needless_one", "needless_size"], ["needless_shape"]),
+            make("ConstantOfShape", ["needless_shape"], ["needless"], value=zero),
+            make("ReduceMax", ["needless", "needless_axis"], ["needless_zero"]),
+            make("Add", ["past", "needless_zero"], ["needless_past"]),
+        ]
+        attention = nodes(graph, "CachedAttention")[0]
+        attention.input[list(attention.input).index("past")] = "needless_past"
+        place = list(graph.node).index(attention)
+        for i, node in enumerate(made):
+            node.name = f"backbone.layers.3/needless_{i}"
+            graph.node.insert(place + i, node)
+
+    edit_graph(engine, "target", change)
+
+
 def layer_precision(engine: Path, patch: Patch) -> None:
     def change(graph: onnx.GraphProto) -> None:
         for node in nodes(graph, "BlockLinear"):
@@ -385,10 +415,15 @@ def wrong_restored(engine: Path, patch: Patch) -> None:
 
 
 class Clock:
-    """A clock for the check of speed that goes by steps: a millisecond each, with noise, and some much longer."""
+    """A clock for the check of speed that goes by steps: a millisecond each, with noise, and some much longer.
+
+    Args:
+        slow: An engine whose steps all take a tenth longer.
+    """
 
     def __init__(self, slow: Path | None = None) -> None:
-        self._now, self._slow, self._rng = 0.0, slow, np.random.default_rng(0)
+        self.slow = slow
+        self._now, self._rng = 0.0, np.random.default_rng(0)
 
     def perf_counter(self) -> float:
         self._now += 1e-6
@@ -398,7 +433,7 @@ class Clock:
 
     def step(self, engine: Engine) -> None:
         noise = self._rng.lognormal(0, 0.02) * (3 if self._rng.random() < 0.1 else 1)
-        self._now += 1e-3 * noise * (1.1 if engine.directory == self._slow else 1)
+        self._now += 1e-3 * noise * (1.1 if engine.directory == self.slow else 1)
 
     def install(self, patch: Patch) -> None:
         step = Engine.step
@@ -408,7 +443,8 @@ class Clock:
             self.step(engine)
 
         patch.setattr(Engine, "step", timed)
-        patch.setattr(speed, "time", self)
+        for module in (speed, timing):
+            patch.setattr(module, "time", self)
 
 
 def slower(engine: Path, patch: Patch) -> None:
@@ -437,7 +473,7 @@ FAULTS = (
     Fault("norms' epsilon wrong", "numerics", "RMSNormalization.epsilon", epsilon_wrong),
     Fault("not a number", "numerics", "backbone.layers.2.norm.weight", not_a_number),
     Fault("head tied to the embeddings, perplexity", "quality", "lm_head", head_tied),
-    Fault("taps shifted by a layer", "numerics", "begins at taps", taps_shifted),
+    Fault("taps shifted by a layer", "acceptance", "dflash, dspark: the taps that all", taps_shifted),
     Fault("taps in the wrong order", "acceptance", "target/tapped", taps_in_wrong_order),
     Fault("drafter's weights lost", "acceptance", "dflash.fc.weight", drafter_weights_lost),
     Fault("state not rolled back", "behaviour", "not undone", not_rolled_back),
@@ -452,6 +488,7 @@ FAULTS = (
     Fault("licence changed", "provenance", "numpy", licence_changed),
     Fault("a bit flipped on disk", "provenance", "mtp.layers.0.eh_proj", a_bit_flipped, status="broken"),
     Fault("a tenth larger", "size", "file weights.bin grew", larger_file),
+    Fault("a needless buffer in the graph", "memory", "target/backbone.layers.3", needless_buffer),
     Fault("a tenth slower", "speed", "nothing that is recorded", slower),
 )
 """All faults. Structure and provenance may see those of an engine too."""

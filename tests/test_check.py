@@ -435,14 +435,26 @@ metadata:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_a_task_of_lm_eval(demo_engine_directory, tmp_path, monkeypatch):
-    from nemo_build.engines.check.checks import tasks
-
+    """A task of files alone, so that nothing is fetched; the engine passes, and one that knows less does not."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = tmp_path / "data.jsonl"
-    lines = [{"q": f"def f{i}(x):\n    return", "c": [" x\n", " zebra"], "a": i % 2} for i in range(6)]
+    lines = [{"q": f"def f{i}(x):\n    return", "c": ["x\n", "i\n"], "a": int(i % 5 == 4)} for i in range(24)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "task.yaml").write_text(TASK.format(data=data))
-    found = tasks.measure(
-        Subject(demo_engine_directory), tasks.Settings(tasks=(str(tmp_path / "task.yaml"),), limit=5)
-    )
-    assert found == {"local_choice": "10101"}
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"checks:\n  tasks: {{tasks: [{tmp_path / 'task.yaml'}], limit: 20}}\n")
+    options = ["--suite", suite, "--baseline", tmp_path / "baselines"]
+    assert invoke("check", demo_engine_directory, *options, "--record").exit_code == 0
+    (record,) = (tmp_path / "baselines").iterdir()
+    found = yaml.safe_load(record.read_text())["checks"]["tasks"]["found"]
+    assert found == {"local_choice": "11110" * 4}
+    assert invoke("check", demo_engine_directory, *options).exit_code == 0
+    engine = copy_engine(demo_engine_directory, tmp_path / "engine")
+
+    def negate(data: np.ndarray) -> None:
+        data.view(np.uint16)[:] ^= 0x8000  # bfloat16
+
+    edit_tensor(engine, "lm_head.weight.panels", negate)
+    done = invoke("check", engine, *options)
+    assert done.exit_code == 1, done.output
+    assert "worse at local_choice" in done.output

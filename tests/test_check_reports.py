@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from typing import Any
 from xml.etree import ElementTree
@@ -24,6 +23,8 @@ from nemo_build.engines.check.reports import (
     text_report,
 )
 from nemo_build.engines.check.verdict import Figure, Result, Status, Verdict, Waiver
+
+from .browser import CHROMIUM, FLAGS, needs_chromium
 
 FACTS: dict[str, Any] = {
     "nemo_build": "1",
@@ -202,17 +203,11 @@ def test_page_escapes_and_draws():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+@needs_chromium
 def test_page_opens_in_a_browser(tmp_path):
     path = tmp_path / "report.html"
     path.write_text(html_report(example()))
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}/profile",
-    ]
+    command = [CHROMIUM, *FLAGS, "--headless", f"--user-data-dir={tmp_path}/profile"]
     command += ["--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0

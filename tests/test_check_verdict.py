@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks come to: outcomes, suites, baselines, waivers, and the tests behind thresholds."""
+"""What checks come to: outcomes, suites, baselines, waivers, and the statistics behind thresholds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from nemo_build.engines.check.baseline import (
     fingerprint,
     today,
 )
-from nemo_build.engines.check.causes import Changes
 from nemo_build.engines.check.checks import check_kinds
-from nemo_build.engines.check.checks import numerics as numerics_check
 from nemo_build.engines.check.plain import plain
 from nemo_build.engines.check.run import _waived
 from nemo_build.engines.check.statistics import (
@@ -338,151 +336,3 @@ def test_growth():
         "d": Status.PASS,
     }
     assert all(f.status is Status.PASS for f in growth_figures({"a": 103}, {"a": 100}, 0.02, 10))
-
-
-# --- judging ----------------------------------------------------------------------------------------------------
-
-
-def judged(kind: str, now: dict, before: dict | None = None, **settings: object) -> dict[str, Status]:
-    module = check_kinds()[kind]
-    found = module.judge(now, before, module.Settings(**settings))
-    return {f.name: f.status for f in found.figures}
-
-
-def position(logits: np.ndarray) -> dict:
-    logs = logits - np.log(np.exp(logits).sum())
-    best = np.argsort(-logs)[:4]
-    return {
-        "at": "0:1",
-        "tokens": best.tolist(),
-        "logprobs": logs[best].tolist(),
-        "sample": logs[[0, 3, 7]].tolist(),
-    }
-
-
-@given(st.integers(0, 2**32 - 1), st.floats(0, 2))
-def test_the_recorded_divergence_is_a_lower_bound(seed, size):
-    rng = np.random.default_rng(seed)
-    a = rng.normal(0, 2, 12)
-    b = a + size * rng.normal(0, 1, 12)
-    p, q = (np.exp(v) / np.exp(v).sum() for v in (a, b))
-    true = float((p * np.log(p / q)).sum())
-    found = numerics_check._divergence(position(a), position(b))
-    assert -1e-9 <= found <= true + 1e-9
-    assert numerics_check._divergence(position(a), position(a)) == 0
-
-
-def test_what_is_not_a_number_is_no_pass():
-    good = position(np.arange(12.0))
-    bad = {**good, "logprobs": ["nan"] * 4, "sample": ["nan"] * 3}
-    status = judged("numerics", {"positions": [bad]}, {"positions": [good]})
-    assert {"kl_mean", "kl_p99", "cosine", "max_error"} <= {
-        n for n, s in status.items() if s is Status.REGRESS
-    }
-    assert judged("quality", {"losses": [1.0, "nan"]}, {"losses": [1.0, 1.0]}) == {
-        "perplexity": Status.REGRESS
-    }
-
-
-def test_the_layer_where_the_error_begins():
-    good = {"positions": [position(np.arange(12.0))], "layers": {f"l{i}": [1.0, 2.0] for i in range(4)}}
-    bad = {**good, "layers": {"l0": [1.0, 2.0], "l1": [1.0, 2.005], "l2": [1.0, 2.006], "l3": [1.0, 2.05]}}
-    module = check_kinds()["numerics"]
-    found = module.judge(bad, good, module.Settings())
-    assert found.where == "l1"
-    assert found.causes[0].startswith("the error begins at l1")
-    assert "l3" in found.causes[0]
-
-
-def test_more_tokens_a_second_are_better():
-    times = [1.0, 1.01, 0.99] * 5
-    rates = [100.0, 101.0, 99.0] * 5
-    before = {"now": {"first token s at 1": times, "tokens/s at 1": rates}}
-    slow = {"now": {"first token s at 1": [2 * t for t in times], "tokens/s at 1": [r / 2 for r in rates]}}
-    fast = {"now": {"first token s at 1": [t / 2 for t in times], "tokens/s at 1": [2 * r for r in rates]}}
-    assert set(judged("speed", slow, before).values()) == {Status.REGRESS}
-    assert set(judged("speed", fast, before).values()) == {Status.PASS}
-    assert set(judged("speed", {"now": slow["now"], "before": before["now"]}, fast).values()) == {
-        Status.REGRESS
-    }
-
-
-def test_acceptance_falls_by_more_than_chance():
-    def counts(accepted: int) -> dict:
-        return {"mtp": {"steps": 500, "drafted": [500, 500], "accepted": [accepted, accepted // 2]}}
-
-    assert Status.REGRESS in judged("acceptance", counts(300), counts(400)).values()
-    assert set(judged("acceptance", counts(400), counts(300)).values()) == {Status.PASS}
-    few = {"mtp": {"steps": 10, "drafted": [10], "accepted": [6]}}
-    was = {"mtp": {"steps": 10, "drafted": [10], "accepted": [8]}}
-    assert set(judged("acceptance", few, was).values()) == {Status.PASS}
-    assert judged("acceptance", few, few, floor=2.0)["mtp length"] is Status.REGRESS
-    assert judged("acceptance", {}, was) == {"mtp length": Status.REGRESS}
-
-
-def test_tasks_are_compared_sample_by_sample():
-    assert judged("tasks", {"a": "1" * 80 + "0" * 20}, {"a": "1" * 100}) == {"a": Status.REGRESS}
-    assert judged("tasks", {"a": "1" * 98 + "0" * 2}, {"a": "1" * 100}) == {"a": Status.PASS}
-    assert judged("tasks", {"a": "10" * 50}, {"a": "01" * 50}) == {"a": Status.PASS}
-    assert judged("tasks", {"a": "1"}, {"a": "11"}) == {"a": Status.BROKEN}
-    assert judged("tasks", {"a": "1"}, {"a": "1", "b": "1"})["b"] is Status.BROKEN
-
-
-def test_structure_allows_what_it_is_told():
-    now = {"tensors": {"a": "bf16 [2] 11", "b": "bf16 [2] 22"}, "versions": {"x": 1}}
-    before = {"tensors": {"a": "bf16 [2] 10", "b": "bf16 [2] 22"}, "versions": {"x": 0}}
-    assert judged("structure", now, before)["tensors/a"] is Status.REGRESS
-    assert set(judged("structure", now, before, contents=False).values()) == {Status.PASS}
-    assert set(judged("structure", now, before, allow=("versions/*", "tensors/a")).values()) == {Status.PASS}
-    assert (
-        judged("structure", now, before, allow=("versions/*", "tensors/zz*"))["tensors/zz*"] is Status.BROKEN
-    )
-
-
-def test_causes_put_the_layer_that_differs_first():
-    from nemo_build.engines.check.causes import Change
-
-    changes = Changes(
-        (
-            Change("wiring", "target/l1", "one"),
-            Change("tensors", "l10.w", "ten"),
-            Change("tensors", "l3.w", "three"),
-        ),
-        True,
-    )
-    assert changes.likely("numerics", "l3") == ["three", "one", "ten"]
-    assert changes.likely("numerics", "l1")[0] == "one"
-    assert changes.likely("provenance") == ["ten", "three"]
-
-
-def test_words_for_changes_of_weights():
-    from nemo_build.engines.check.causes import _text
-    from nemo_build.engines.check.structure import form_of
-
-    assert form_of("bf16 [2, 3] abc") == form_of("bf16 [2, 3]") == "bf16 [2, 3]"
-    assert form_of("abc") == ""
-    assert _text("tensors", "w", "bf16 [2, 3] abc", "bf16 [2, 3] abd") == "the weights of w changed"
-    assert _text("tensors", "w", "bf16 [2, 3]", "int4 [2, 3]") == "w was bf16 [2, 3], is int4 [2, 3]"
-    assert _text("tensors", "weights.bin", "abc", "abd") == "the weights of weights.bin changed"
-    assert _text("options", "w", None, 1) == "options: w is new (1)"
-    assert _text("options", "w", 1, None) == "options: w is gone (was 1)"
-
-
-def test_near_ties(monkeypatch):
-    from nemo_build.engines.check.checks import behaviour
-
-    logits = np.array([[0.0, 1.0, 1.05, 3.0]])
-    fed = []
-    monkeypatch.setattr(behaviour, "logits_of", lambda session, tokens: fed.append(tokens) or logits)
-
-    class Subject:
-        def engine(self) -> Subject:
-            return self
-
-        session = None
-
-    assert behaviour._is_tie(Subject(), [7], [5, 1, 3], [5, 2, 0], 0.1)
-    assert fed == [[7, 5]]
-    assert not behaviour._is_tie(Subject(), [7], [5, 1], [5, 3], 0.1)
-    assert not behaviour._is_tie(Subject(), [7], [5, 1], [5], 0.1)
-    assert not behaviour._is_tie(Subject(), [7], [5, 1, 3], [5, 2, 0], 0.0)

@@ -30,10 +30,17 @@ from nemo_build.export.quantize.quantizer import QuantizeResult, quantize_checkp
 from nemo_build.export.quantize.recipe import Assignment, Recipe, assign, load_recipe
 from nemo_build.spec import load_spec
 
+from . import modelopt_jobs
 from .quantized import EVERY_KIND, TOKENS, make_mtp_source, tensors
 from .tiny import feed
 
-pytestmark = pytest.mark.slow  # importing ModelOpt alone takes seconds, and each job is a process of its own
+pytestmark = pytest.mark.slow  # importing ModelOpt alone takes seconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jobs():
+    with modelopt_jobs.forked():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +129,7 @@ def test_quantized_forward_equals_fake_quantization(tmp_path, name, algorithm, c
     config = quant_config(assign(recipe, expected_tensors(load_spec(source))), recipe.kv_cache, algorithm)
     job = [str(source), config, TOKENS, str(tmp_path / "logits.npz")]
     (tmp_path / "job.json").write_text(json.dumps(job))
-    subprocess.run([sys.executable, "-c", FAKE_QUANT, tmp_path / "job.json"], check=True, capture_output=True)
+    modelopt_jobs.run([sys.executable, "-c", FAKE_QUANT, tmp_path / "job.json"], check=True)
     wanted = np.load(tmp_path / "logits.npz")
     errors = []
     for tokens, key in zip(TOKENS, wanted.files, strict=True):
@@ -148,8 +155,9 @@ def test_automatic_choice_keeps_to_its_budget(source, tmp_path):
     assert spent / sum(count.values()) < 8, "6.5 by ModelOpt's own count, which weighs layers otherwise"
 
 
-def test_recipe_files_of_modelopt(source, tmp_path):
-    """NVIDIA's own recipe file, as it is, gives what ours gives."""
+def test_recipe_files_of_modelopt(source, tmp_path, monkeypatch):
+    """NVIDIA's own recipe file, as it is, gives what ours gives; its job is an ordinary process."""
+    monkeypatch.setattr(modelopt_engine, "subprocess", subprocess)
     from modelopt import recipe as package
 
     shipped = "models/nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6.yaml"
@@ -261,8 +269,7 @@ def test_folded_smoothing_changes_no_function(tmp_path):
     rules = assign(load_recipe("w4a16"), expected_tensors(load_spec(source)))
     job = [str(source), quant_config(rules, "none", "awq_lite"), TOKENS[:2]]
     (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, "-c", SMOOTHED, tmp_path / "job.json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = modelopt_jobs.run([sys.executable, "-c", SMOOTHED, tmp_path / "job.json"], check=True)
     error, changed = json.loads(done.stdout.splitlines()[-1])
     assert error < 1e-5
     assert {"model.layers.3.norm.weight", "model.layers.3.mixer.up_proj.bias"} <= set(changed)

@@ -23,11 +23,18 @@ from nemo_build.export.quantize.report import build_report
 from nemo_build.plugins.formats import LOW_RANK, SMOOTHING
 from nemo_build.runtime.tokenizer import Tokenizer
 
+from . import modelopt_jobs
 from .quantized import make_mtp_source, run, tensors
 
-pytestmark = pytest.mark.slow  # importing ModelOpt alone takes seconds, and each job is a process of its own
+pytestmark = pytest.mark.slow  # importing ModelOpt alone takes seconds
 
 SVDQUANT = load_recipe("svdquant")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jobs():
+    with modelopt_jobs.forked():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ _BEARS_ON: Mapping[str, tuple[str, ...]] = {
     "spec": (*_NUMBERS, *_COSTS, "structure"),
     "options": (*_NUMBERS, *_COSTS, "structure"),
     "attributes": (*_NUMBERS, "speed", "structure"),
-    "wiring": (*_NUMBERS, "speed", "structure"),
+    "wiring": (*_NUMBERS, "memory", "speed", "structure"),
     "tensors": (*_NUMBERS, *_COSTS, "structure", "provenance"),
     "graphs": (*_NUMBERS, *_COSTS),
     "versions": (*_NUMBERS, *_COSTS),

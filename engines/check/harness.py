@@ -99,8 +99,10 @@ def run_tasks(engine: Engine, tasks: Sequence[str], metric: str, limit: int, sho
     Raises:
         UserError: There is no such task, or it has no such metric of 0 or 1.
     """
-    manager = TaskManager()
     paths = [t for t in tasks if t.endswith((".yaml", ".yml"))]
+    manager = TaskManager(
+        include_defaults=len(paths) < len(tasks)
+    )  # to read all of lm-eval's own takes a while
     missing = [t for t in tasks if t not in paths and t not in manager.all_tasks]
     if missing:
         raise UserError(f"lm-eval has no task {', '.join(missing)}.")

@@ -66,6 +66,7 @@ def _run_here(
 ) -> dict[str, Array]:
     """What the worker does: launch a function on arrays, in place."""
     _mend_interpreter()
+    _patched.clear()
     module, _, name = function.partition(":")
     buffers = {key: _Buffer(array) for key, array in arrays.items()}
     buffers |= {output: buffers[source] for output, source in aliases.items()}
@@ -73,14 +74,20 @@ def _run_here(
     return arrays
 
 
+_patched: set[int] = set()
+"""Modules, by the identity of their globals, whose view of Triton's language was replaced in this launch."""
+
+
 @cache
 def _mend_interpreter() -> None:
-    """Give it a dot product of any type, in one order.
+    """Give it a dot product of any type, in one order, and let it prepare for a module's functions once a launch.
 
     The interpreter of Triton 3.9 takes the bits of bfloat16 for integers, and leaves the order to NumPy, in whose sums
-    it depends on where in a matrix a row is.
+    it depends on where in a matrix a row is. Whenever a kernel calls a function it looks through the whole language for
+    what it has to replace, though it has done so before; that is a good part of all its time.
     """
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import TensorHandle
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -97,6 +104,16 @@ def _mend_interpreter() -> None:
         return sums
 
     builder.create_dot = create_dot
+    patch = interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module in _patched:
+            return interpreter._LangPatchScope()
+        _patched.add(module)
+        return patch(function)
+
+    interpreter._patch_lang = patch_once
 
 
 class _Buffer:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``acceptance``: each speculator's drafts are accepted as often as when it was recorded, at each position of a run."""
+"""``acceptance``: each speculator's drafts are accepted as often as when it was recorded, and at the same tokens.
+
+Rates say what drafts are worth, and need many drafts to say it. Which tokens of a greedy text were accepted drafts is
+far more telling: it is the same each time, and a drafter that is fed something else, but about as good, has it changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,12 @@ MEASURED = ("sequences", "tokens", "output", "drafts", "every")
 NEEDS_BASELINE = True
 HARDWARE = False
 
+_FEATURES = {"taps": "taps", "hidden": "hidden states"}
+"""Words for what the target gives drafters."""
+
+_DRAFTED = "*"
+"""Behind a token that was an accepted draft."""
+
 
 @dataclass(frozen=True)
 class Settings(Base):
@@ -32,6 +42,8 @@ class Settings(Base):
         every: Whether all speculators of the engine are measured, not only the one that it is checked with.
         fall: Fall of the acceptance length that counts, as a fraction; less is never a regression.
         alpha: How improbable a fall must be by chance to count.
+        same: Smallest share of tokens that are accepted drafts, or are none, as recorded; over texts up to where the
+            target's tokens are others.
         floor: Smallest acceptance length whatever was recorded.
     """
 
@@ -42,11 +54,12 @@ class Settings(Base):
     every: bool = True
     fall: float = 0.03
     alpha: float = 0.001
+    same: float = 0.95
     floor: float = 1.0
 
 
 def measure(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """Counts by speculator and position of a run, greedy."""
+    """Counts by speculator and position of a run, and texts with their accepted drafts marked; greedy."""
     from nemo_build.runtime.params import SamplingParams
 
     names = subject.speculators if settings.every else [subject.speculator]
@@ -59,13 +72,18 @@ def measure(subject: Subject, settings: Settings) -> dict[str, Any]:
         before = engine.acceptance
         steps, drafted, accepted = before.steps, list(before.drafted), list(before.accepted)
         prompts = token_sequences(engine, settings.sequences, settings.tokens)
-        engine.generate(prompts, SamplingParams(max_tokens=settings.output, temperature=0, ignore_eos=True))
+        params = SamplingParams(max_tokens=settings.output, temperature=0, ignore_eos=True)
+        texts: list[list[str]] = [[] for _ in prompts]
+        for chunk in engine.stream(prompts, params):
+            if chunk.token_id is not None:
+                texts[chunk.index].append(f"{chunk.token_id}{_DRAFTED if chunk.drafted else ''}")
         after = engine.acceptance
         pad = [0] * len(after.drafted)
         found[name] = {
             "steps": after.steps - steps,
             "drafted": [a - b for a, b in zip(after.drafted, drafted or pad, strict=True)],
             "accepted": [a - b for a, b in zip(after.accepted, accepted or pad, strict=True)],
+            "texts": [" ".join(text) for text in texts],
         }
     return found
 
@@ -87,17 +105,31 @@ def judge(now: Mapping[str, Any], before: Mapping[str, Any] | None, settings: Se
         for name in was
         if name not in now
     ]
-    fell = sorted({f.name.split()[0] for f in figures if f.status is not Status.PASS})
-    causes = []
-    if fell:
-        drafters = ", ".join(fell)
-        causes.append(f"{drafters}: the drafter, or what it is fed (taps, hidden states), changed")
+    fell = {f.name.split()[0] for f in figures if f.status is Status.REGRESS}
+    causes = _causes(fell, now)
     lengths = ", ".join(
         f"{n} {_length(c):.3f} (recorded {_length(was[n]):.3f})" for n, c in now.items() if n in was
     )
-    return Judgement(
-        f"tokens a verification: {lengths}", figures, causes, {"now": dict(now), "before": dict(was)}
-    )
+    details = {"now": dict(now), "before": dict(was)}
+    return Judgement(f"tokens a verification: {lengths}", figures, causes, details)
+
+
+def _causes(fell: set[str], measured: Mapping[str, Any]) -> list[str]:
+    """Whether it is each drafter, or what several of them are fed."""
+    from nemo_build.runtime.speculation.kinds import SPECULATORS
+
+    causes = []
+    for features in sorted({SPECULATORS[n].features or "" for n in fell}):
+        alike = {n for n in measured if (SPECULATORS[n].features or "") == features}
+        changed = sorted(alike & fell)
+        names = ", ".join(changed)
+        if not features:
+            causes.append(f"{names}: the texts that it drafts from changed, or how it does")
+        elif len(changed) > 1 and set(changed) == alike:
+            causes.append(f"{names}: the {_FEATURES[features]} that all of them are fed changed")
+        else:
+            causes.append(f"{names}: the drafter, or the {_FEATURES[features]} that it is fed, changed")
+    return causes
 
 
 def _speculator(
@@ -118,7 +150,28 @@ def _speculator(
             status = Status.REGRESS if bad else Status.PASS
             values = round(rate, 4), round(old_rate, 4)
             figures.append(Figure(f"{name} draft {i + 1}", status, *values, note=f"p = {p:.2g}"))
-    return figures
+    return [*figures, _places(name, now["texts"], was.get("texts"), settings)]
+
+
+def _places(name: str, now: Sequence[str], was: Sequence[str] | None, settings: Settings) -> Figure:
+    """Whether the same tokens of the same texts were accepted drafts."""
+    name, limit = f"{name} same tokens", f"at least {settings.same:g}"
+    if was is None:
+        return Figure(
+            name, Status.SKIPPED, "not recorded", limit=limit, note="--update --why REASON records it"
+        )
+    pairs = [pair for a, b in zip(was, now, strict=True) for pair in _same_beginning(a.split(), b.split())]
+    tokens = sum(len(text.split()) for text in was)
+    share = sum(a == b for a, b in pairs) / len(pairs) if pairs else 1.0
+    status = Status.PASS if share >= settings.same else Status.REGRESS
+    return Figure(name, status, round(share, 4), limit=limit, note=f"of {len(pairs)} tokens of {tokens}")
+
+
+def _same_beginning(was: Sequence[str], now: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of marked tokens up to where the tokens are others."""
+    pairs = list(zip(was, now, strict=False))
+    ends = (i for i, (a, b) in enumerate(pairs) if a.rstrip(_DRAFTED) != b.rstrip(_DRAFTED))
+    return pairs[: next(ends, len(pairs))]
 
 
 def _length(counts: Mapping[str, Any]) -> float:

@@ -8,7 +8,7 @@ relative error are those of the sampled tokens' centred log-probabilities.
 
 Of each layer a sketch of its output is recorded: its product with a fixed random matrix, which keeps distances up to
 some tens of per cent (Johnson and Lindenstrauss, 1984). So the first layer that differs is known without a second
-engine.
+engine. Of an engine that cannot be looked into there are those that it returns itself, for drafters.
 
 With a model bundle as the reference, ONNX Runtime computes its logits in float32, and nothing is sampled.
 """
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from nemo_build.engines.check.checks import Judgement
 from nemo_build.engines.check.checks import Settings as Base
 from nemo_build.engines.check.prompts import logits_of, token_sequences
+from nemo_build.engines.check.returned import returned
 from nemo_build.engines.check.subject import Subject
 from nemo_build.engines.check.trace import can_trace, relative_error, trace
 from nemo_build.engines.check.verdict import Figure, Status
@@ -100,13 +101,15 @@ def measure(subject: Subject, settings: Settings) -> dict[str, Any]:
                 }
             )
     found: dict[str, Any] = {"positions": positions}
-    if can_trace(subject.manifest, "target"):
-        found["layers"] = _sketches(subject.path, _mixed(sequences), subject.manifest)
+    mixed, traced = _mixed(sequences), can_trace(subject.manifest, "target")
+    found["layers"] = _sketches(
+        _outputs(subject.path, mixed, subject.manifest) if traced else returned(subject, mixed)
+    )
     if subject.reference is not None:
         found["reference"] = _against(subject.reference, sequences, rows)
-        if can_trace(subject.manifest, "target"):
-            mine = _outputs(subject.path, _mixed(sequences), subject.manifest)
-            want = _outputs(subject.reference, _mixed(sequences), subject.manifest)
+        if traced:
+            mine = _outputs(subject.path, mixed, subject.manifest)
+            want = _outputs(subject.reference, mixed, subject.manifest)
             found["reference"]["layers"] = {
                 n: relative_error(v, mine[n]) for n, v in want.items() if n in mine
             }
@@ -235,10 +238,10 @@ def _cosine(was: Sequence[float], now: Sequence[float]) -> float:
     return float(a @ b) / product if product else 1.0
 
 
-def _sketches(path: Path, tokens: Sequence[int], manifest: Mapping[str, Any]) -> dict[str, list[float]]:
+def _sketches(outputs: Mapping[str, NDArray[Any]]) -> dict[str, list[float]]:
     """Of each layer's output: its product with a fixed random matrix, over all tokens."""
     found: dict[str, list[float]] = {}
-    for name, value in _outputs(path, tokens, manifest).items():
+    for name, value in outputs.items():
         matrix = np.random.default_rng(len(found)).standard_normal((_SKETCH, value.size))
         found[name] = [float(f"{v:.5g}") for v in matrix @ value.ravel().astype(np.float64)]
     return found

@@ -1,36 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """``speed``: first token, time between tokens, tokens a second, and what loading and building take.
 
-Where the engine that is compared with is at hand, both run by turns, step by step on the same machine, and only that
-counts; else what was recorded on a machine with the same facts. Figures of unlike machines are never compared. A
-difference counts if it is beyond the tolerance with all of its bootstrap interval.
+Where the engine that is compared with is at hand, both run by turns on the same machine, and only that counts; else
+what was recorded on a machine with the same facts. Figures of unlike machines are never compared. A difference counts
+if it is beyond the tolerance with all of its bootstrap interval.
 
-Of a round of steps the fastest one counts, and of the rounds the median: others at work on the machine
-make single steps several times slower, and that says nothing of the engine.
+Some two dozen figures are judged, and what a machine does besides, or where memory of one engine came to lie, is in all
+values of one that are taken within a second. So what seems slower than the engine beside it is timed again, with
+engines loaded anew and more values, and only what is slower again counts.
 """
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nemo_build.engines.check.checks import Judgement
 from nemo_build.engines.check.checks import Settings as Base
-from nemo_build.engines.check.prompts import filled
 from nemo_build.engines.check.statistics import ratio_interval
 from nemo_build.engines.check.subject import Subject
+from nemo_build.engines.check.timing import Case, Effort, Timed, add, load, time_case, time_opening
 from nemo_build.engines.check.verdict import Figure, Status
-
-if TYPE_CHECKING:
-    from nemo_build.runtime.engine import Engine
-    from nemo_build.runtime.request import Request
 
 NAME = "speed"
 MEASURED = ("batches", "contexts", "drafts")
@@ -40,11 +36,8 @@ HARDWARE = True
 _HIGHER = ("tokens/s",)
 """Beginnings of the names of figures of which more is better; of all others, less is."""
 
-_LONGEST = 192
-"""Tokens after which requests begin anew, so that their context stays about what it is called."""
-
-_ROOM = 32
-"""Positions that a prompt must leave."""
+_AGAIN = 2
+"""How many times as many values are taken of what is timed again."""
 
 _SELDOM = ("load s", "build s")
 """Beginnings of the names of figures that are measured a few times only, and depend on disk and page cache."""
@@ -60,8 +53,8 @@ class Settings(Base):
         steps: Steps of a round.
         rounds: Times that everything is timed.
         most_rounds: The same, where the interval beside another engine holds the tolerance, so that nothing is decided.
-        patience: Seconds after which no more rounds than `rounds` are begun.
-        first_tokens: Times that prompts are computed; an interval at 99 % needs eight values or more.
+        patience: Seconds after which no more rounds than `rounds` are begun; of what is timed again, as many anew.
+        first_tokens: Values for the time to the first token; an interval at 99 % needs eight or more.
         loads: Times that the engine is loaded, and, with a model bundle as the reference, built.
         drafts: Drafts of a step, with a speculator.
         slower: Fraction by which a figure may be worse, compared with an engine beside it.
@@ -76,7 +69,7 @@ class Settings(Base):
     rounds: int = 20
     most_rounds: int = 100
     patience: float = 25.0
-    first_tokens: int = 9
+    first_tokens: int = 16
     loads: int = 3
     drafts: int = 4
     slower: float = 0.04
@@ -86,26 +79,21 @@ class Settings(Base):
 
 
 def measure(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """Seconds, or tokens a second, by figure and round: of the engine, and of the other one if it is at hand."""
+    """Seconds, or tokens a second, by figure and round: of the engine, and of the other one if it is at hand.
+
+    Returns:
+        ``now`` and, beside another engine, ``before``; ``again`` has both of what seemed slower, timed again.
+    """
     subject.engine()  # raises Skip if it cannot run here
     paths = {"now": subject.path} | ({"before": subject.before} if subject.before is not None else {})
-    found: dict[str, dict[str, list[float]]] = {side: {} for side in paths}
-    _time_opening(paths, subject, settings, found)
-    deadline = time.monotonic() + settings.patience
-    modes = {
-        "": {},
-        f" with {subject.speculator}": {"speculate": subject.speculator, "draft_length": settings.drafts},
-    }
-    if subject.speculator == "none":
-        modes.popitem()
-    for mode, options in modes.items():
-        engines = {side: _load(path, options) for side, path in paths.items()}
-        limit = min(e.session.context for e in engines.values()) - _ROOM
-        slots = min(e.session.slots for e in engines.values())
-        for batch in (b for b in settings.batches if b <= slots):
-            for context in (c for c in settings.contexts if c <= limit):
-                _time_case(engines, mode, batch, context, settings, found, deadline)
-    return dict(found)
+    found: dict[str, Any] = {**_timed(paths, subject, settings, None)}
+    if subject.reference is not None:
+        for _ in range(settings.loads):
+            add(found, "now", "build s", _build_seconds(subject, subject.reference))
+    slow = _slow(found, settings)
+    if slow:
+        found["again"] = _timed(paths, subject, _with_more(settings), slow)
+    return found
 
 
 def summary(found: Mapping[str, Any]) -> dict[str, float]:
@@ -117,16 +105,47 @@ def judge(now: Mapping[str, Any], before: Mapping[str, Any] | None, settings: Se
     """Compare medians with their intervals."""
     beside = bool(now.get("before"))
     was = now["before"] if beside else (before or now)["now"]
+    again = now.get("again", {})
     figures = [
         _figure(name, values, was[name], beside, settings)
         for name, values in now["now"].items()
         if name in was
     ]
+    figures = [
+        _confirmed(f, _figure(f.name, again["now"][f.name], again["before"][f.name], beside, settings))
+        if f.status is Status.REGRESS and f.name in again.get("now", {})
+        else f
+        for f in figures
+    ]
     slow = [f.name for f in figures if f.status is Status.REGRESS]
     against = "the engine beside it" if beside else "what was recorded on such a machine"
     headline = f"worse than {against}: {', '.join(slow)}" if slow else f"as fast as {against}"
-    details = {"now": dict(now["now"]), "before": dict(was)}
+    details = {"now": dict(now["now"]), "before": dict(was)} | ({"again": again} if again else {})
     return Judgement(headline, figures, details=details)
+
+
+def _with_more(settings: Settings) -> Settings:
+    """The same with more values of everything."""
+    return replace(
+        settings,
+        rounds=_AGAIN * settings.rounds,
+        most_rounds=_AGAIN * settings.most_rounds,
+        first_tokens=_AGAIN * settings.first_tokens,
+        loads=_AGAIN * settings.loads,
+    )
+
+
+def _confirmed(first: Figure, second: Figure) -> Figure:
+    """A figure that regressed, as it is after it was timed again."""
+    note = f"{first.note}; timed again with engines loaded anew {second.note}"
+    return replace(first, status=second.status, note=note)
+
+
+def _slow(found: Mapping[str, Any], settings: Settings) -> set[str]:
+    """Figures that are worse than those of the engine beside it."""
+    if "before" not in found:
+        return set()
+    return {f.name for f in judge(found, None, settings).figures if f.status is Status.REGRESS}
 
 
 def _figure(
@@ -143,17 +162,33 @@ def _figure(
     return Figure(name, status, _median(values), _median(was), f"at most {allowed:.0%} worse", note)
 
 
-def _time_opening(
-    paths: Mapping[str, Path], subject: Subject, settings: Settings, found: dict[str, dict[str, list[float]]]
-) -> None:
-    for turn in range(settings.loads):
-        for side in _turn(paths, turn):
-            start = time.perf_counter()
-            _load(paths[side], {"speculate": subject.speculator})
-            found[side].setdefault("load s", []).append(time.perf_counter() - start)
-    if subject.reference is not None:
-        for _ in range(settings.loads):
-            found["now"].setdefault("build s", []).append(_build_seconds(subject, subject.reference))
+def _timed(paths: Mapping[str, Path], subject: Subject, settings: Settings, only: set[str] | None) -> Timed:
+    """Everything, or the cases that have some figures."""
+    found: Timed = {}
+    if only is None or "load s" in only:
+        time_opening(paths, {"speculate": subject.speculator}, settings.loads, found)
+    effort = Effort(settings.first_tokens, settings.steps, settings.rounds, settings.most_rounds)
+    deadline = time.monotonic() + settings.patience
+    for mode, options in _modes(subject, settings).items():
+        cases = [Case(mode, options, b, c) for b in settings.batches for c in settings.contexts]
+        cases = [c for c in cases if only is None or c.figures & only]
+        engines = {side: load(path, options) for side, path in paths.items()} if cases else {}
+        for case in (c for c in cases if c.fits(engines)):
+
+            def more(name: str = case.figure("between tokens s")) -> bool:
+                return time.monotonic() < deadline and _undecided(found, name, settings)
+
+            time_case(engines, case, effort, more, found)
+    return found
+
+
+def _modes(subject: Subject, settings: Settings) -> dict[str, dict[str, Any]]:
+    """Options of ``Engine.load``, by the words for them in names of figures."""
+    modes: dict[str, dict[str, Any]] = {"": {}}
+    if subject.speculator != "none":
+        options = {"speculate": subject.speculator, "draft_length": settings.drafts}
+        modes[f" with {subject.speculator}"] = options
+    return modes
 
 
 def _build_seconds(subject: Subject, reference: Path) -> float:
@@ -169,63 +204,6 @@ def _build_seconds(subject: Subject, reference: Path) -> float:
         return time.perf_counter() - start
 
 
-def _load(path: Path, options: Mapping[str, Any]) -> Engine:
-    from nemo_build.runtime.engine import Engine
-
-    return Engine.load(path, **options)
-
-
-def _time_case(
-    engines: Mapping[str, Engine],
-    mode: str,
-    batch: int,
-    context: int,
-    settings: Settings,
-    found: dict[str, dict[str, list[float]]],
-    deadline: float,
-) -> None:
-    """Time one mode at one size: first tokens, then rounds of a few steps, both sides by turns, step by step."""
-    where = f"{mode} at {batch}x{context}"
-    for turn in range(-1, settings.first_tokens):  # the first time memory is touched, and threads start
-        for side in _turn(engines, turn):
-            first = _first_token(engines[side], batch, context)
-            if turn >= 0:
-                found[side].setdefault(f"first token s{where}", []).append(first)
-    steppers = {side: _Stepper(e, batch, context) for side, e in engines.items()}
-    gc.collect()
-    for turn in range(settings.most_rounds):
-        is_end = turn > 0 and turn % settings.rounds == 0
-        if is_end and not (
-            time.monotonic() < deadline and _undecided(found, f"between tokens s{where}", settings)
-        ):
-            break
-        _time_round(steppers, turn, where, batch, settings, found)
-    for stepper in steppers.values():
-        stepper.close()
-
-
-def _time_round(
-    steppers: Mapping[str, _Stepper],
-    turn: int,
-    where: str,
-    batch: int,
-    settings: Settings,
-    found: dict[str, dict[str, list[float]]],
-) -> None:
-    """A few steps of each side by turns, of which the fastest counts."""
-    seconds: dict[str, list[float]] = {side: [] for side in steppers}
-    tokens = dict.fromkeys(steppers, 0)
-    for i in range(settings.steps):
-        for side in _turn(steppers, turn + i):
-            elapsed, count = steppers[side].step()
-            seconds[side].append(elapsed)
-            tokens[side] += count
-    for side in steppers:
-        step, each = min(seconds[side]), tokens[side] / settings.steps
-        found[side].setdefault(f"between tokens s{where}", []).append(step * batch / each)
-        found[side].setdefault(f"tokens/s{where}", []).append(each / step)
-
-
 def _undecided(found: Mapping[str, Mapping[str, Sequence[float]]], name: str, settings: Settings) -> bool:
     """Whether more rounds may tell if the engine is slower than the one beside it."""
     if "before" not in found:
@@ -233,62 +211,6 @@ def _undecided(found: Mapping[str, Mapping[str, Sequence[float]]], name: str, se
     was, now = found["before"][name], found["now"][name]
     _, low, high = ratio_interval(was, now, confidence=settings.confidence, paired=True)
     return low <= 1 + settings.slower < high
-
-
-class _Stepper:
-    """Requests that are stepped; where one of them ends, all begin anew, which is not timed."""
-
-    def __init__(self, engine: Engine, batch: int, context: int) -> None:
-        from nemo_build.runtime.params import SamplingParams
-
-        self._engine, self._prompts = engine, filled(engine, batch, context)
-        most = min(_LONGEST, engine.session.context - context)
-        self._params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True)
-        self._requests: list[Request] = []
-
-    def step(self) -> tuple[float, int]:
-        """Seconds of a step, and tokens that came of it."""
-        if not self._requests or any(r.finished for r in self._requests):
-            self._begin()
-        for request in self._requests:
-            request.events.clear()
-        start = time.perf_counter()
-        self._engine.step()
-        seconds = time.perf_counter() - start
-        return seconds, sum(len(r.events) for r in self._requests)
-
-    def close(self) -> None:
-        """End the requests."""
-        self._engine.cancel(self._requests)
-        while self._engine.unfinished:
-            self._engine.step()
-
-    def _begin(self) -> None:
-        self.close()
-        self._requests = self._engine.requests(self._prompts, self._params)
-        self._engine.add(self._requests)
-        while not all(r.events for r in self._requests):
-            self._engine.step()
-        self._engine.step()
-
-
-def _first_token(engine: Engine, batch: int, context: int) -> float:
-    """Mean seconds to the first token."""
-    from nemo_build.runtime.params import SamplingParams
-
-    prompts = filled(engine, batch, context)
-    start = time.perf_counter()
-    first = [
-        time.perf_counter() - start
-        for chunk in engine.stream(prompts, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
-        if chunk.token_id is not None
-    ]
-    return sum(first) / len(first)
-
-
-def _turn(sides: Mapping[str, Any], turn: int) -> list[str]:
-    """The sides in an order that alternates."""
-    return sorted(sides, reverse=bool(turn % 2))
 
 
 def _median(values: Sequence[float]) -> float:
