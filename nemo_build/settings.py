@@ -8,6 +8,8 @@
 ``NEMO_BUILD_ISA``     Instruction set of the CPU kernels: ``avx512bf16``, ``avx512vnni``, ``avx512``, ``avx2``,
                        ``plain``, or ``reference`` for none of them (default: the best this processor has).
 =====================  ==========================================================================
+
+OpenTelemetry has variables of its own, which its SDK reads. Here they only tell whether traces are wanted.
 """
 
 from __future__ import annotations
@@ -49,3 +51,10 @@ def threads() -> int:
 def instruction_set() -> str | None:
     """Instruction set of the CPU kernels; None means the best there is."""
     return os.environ.get("NEMO_BUILD_ISA") or None
+
+
+def traces() -> bool:
+    """Whether OpenTelemetry's variables name a place for traces."""
+    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    wanted = os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "none"
+    return wanted and any(os.environ.get(name) for name in endpoints)

@@ -29,6 +29,7 @@ VERBS = [
     "generate",
     "inspect",
     "quantize",
+    "serve",
     "targets",
     "triton",
 ]

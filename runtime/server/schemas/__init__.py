@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of requests: one module a route, and what they share in ``common``."""

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from nemo_build.errors import RequestError
+from nemo_build.runtime.server.answers import token_text
+from nemo_build.runtime.server.asking import check_model, log_unknown, own_variables
+from nemo_build.runtime.server.context import ServerContext
+from nemo_build.runtime.server.errors import ApiError, JsonResponse, as_api_error
+from nemo_build.runtime.server.schemas.completions import DetokenizeRequest, TokenizeRequest
+from nemo_build.runtime.server.strict import StrictRoute
+
+__all__ = ["routes"]
+
+
+def routes(server: ServerContext) -> APIRouter:
+    """The routes."""
+    router = APIRouter(route_class=StrictRoute, tags=["Tokens"])
+    tokenizer = server.backend.tokenizer
+
+    @router.post("/tokenize", summary="The tokens of a text, or of a conversation")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        log_unknown(body)
+        check_model(body.model, server.names)
+        tokens = await asyncio.to_thread(_encode, body, server)
+        answer = {"count": len(tokens), "max_model_len": server.backend.context, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [token_text(tokenizer, t) for t in tokens]
+        return JsonResponse(answer)
+
+    @router.post("/detokenize", summary="The text of tokens")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        log_unknown(body)
+        check_model(body.model, server.names)
+        if any(t >= server.backend.spec.vocab_size for t in body.tokens):
+            message = f"The last token id is {server.backend.spec.vocab_size - 1}."
+            raise ApiError(400, message, param="tokens", code="invalid_value")
+        return JsonResponse({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return router
+
+
+def _encode(body: TokenizeRequest, server: ServerContext) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        message = "Give either a prompt or messages."
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    special = body.add_special_tokens
+    try:
+        if body.prompt is not None:
+            return server.backend.tokenizer.encode(body.prompt, add_special_tokens=special is not False)
+        continues = body.continue_final_message is True
+        text = server.backend.template.render(
+            [m.model_dump(exclude_unset=True) for m in body.messages or ()],
+            tools=[t.model_dump(exclude_unset=True) for t in body.tools or ()] or None,
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continue_final_message=continues,
+            **own_variables(body.chat_template_kwargs),
+        )
+        return server.backend.tokenizer.encode(text, add_special_tokens=special is True)
+    except RequestError as error:
+        raise as_api_error(error, "prompt" if body.messages is None else "messages") from error
