@@ -223,6 +223,20 @@ def test_a_thinking_budget(server, spelling):
     assert answer["choices"][0]["message"]["content"]
 
 
+def test_a_thinking_budget_waits_a_little_for_the_end_of_a_line(server):
+    ask = {"messages": HELLO, "temperature": 0, "max_tokens": 60, "seed": 0}
+    bias = {"logit_bias": {str(i): -100 for i in _tokens_that_end_thinking(server)}}
+    answer = server.post(CHAT, **ask, **bias, thinking_budget=30)
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 30 + 3 + 1
+
+
+def _tokens_that_end_thinking(server) -> list[int]:
+    """Those of ``</think>`` and of line ends, of single tokens."""
+    texts = ("</think>", "\n", "\n\n", ".\n", ".\n\n", " \n", ":\n", "<|im_end|>")
+    found = [server.post("/tokenize", prompt=text, add_special_tokens=False)["tokens"] for text in texts]
+    return sorted({tokens[0] for tokens in found if len(tokens) == 1})
+
+
 def test_the_prefix_cache_is_told_of(server):
     ask = {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 2, "temperature": 0}
     cached = [server.post(CHAT, **ask)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(3)]

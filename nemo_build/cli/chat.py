@@ -42,7 +42,12 @@ _HELP = """\
     default=None,
     help="Let the model reason first.  [default: as the template does]",
 )
-@click.option("--thinking-budget", type=click.IntRange(0), metavar="N", help="Most tokens of reasoning, give or take the end of a line.")
+@click.option(
+    "--thinking-budget",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Most tokens of reasoning, up to the end of a line.",
+)
 @click.option(
     "--reasoning-effort",
     metavar="EFFORT",

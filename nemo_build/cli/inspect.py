@@ -41,7 +41,7 @@ def command(path: Path, verify: bool, as_json: bool) -> None:
             f"{count(report.parameters_mtp)} in the MTP module",
             "weights": f"{report.tensors} tensors, {size(report.weight_bytes)}: {dtypes}",
             "state": f"{size(report.state_per_sequence)} per sequence (float32), "
-            f"cache {size(report.cache_per_token)} per token (bfloat16)",
+            f"cache {size(report.cache_per_token)} per token (bfloat16, as on GPUs)",
         }
     )
     if report.engine is not None:

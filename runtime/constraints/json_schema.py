@@ -27,8 +27,8 @@ EXACTLY: Mapping[str, Any] = {
 """How the library reads a schema, whatever the schema itself says of that (``x-guidance``)."""
 
 _MOST_MULTIPLE = 100_000
-"""The library makes a state machine of as many states as ``multipleOf`` says, zeros at its end aside; a million take many
-seconds."""
+"""The library makes a state machine of as many states as ``multipleOf`` says, zeros at its end aside; a million of them
+take many seconds."""
 
 _VALUES = ("const", "default", "enum", "examples")
 """Members of a schema that are no schemas."""
@@ -69,7 +69,9 @@ def check_multiples(schema: Any) -> None:
         elif isinstance(found, dict):
             multiple = found.get("multipleOf")
             if isinstance(multiple, (int, float)) and _states(multiple) > _MOST_MULTIPLE:
-                raise RequestError(f"multipleOf is {multiple}; at most {_MOST_MULTIPLE}, zeros at its end aside, can be held to.")
+                raise RequestError(
+                    f"multipleOf is {multiple}; at most {_MOST_MULTIPLE}, zeros at its end aside, can be held to."
+                )
             waiting += [value for name, value in found.items() if name not in _VALUES]
 
 

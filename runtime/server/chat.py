@@ -138,7 +138,7 @@ def prepare(body: ChatRequest, server: ServerContext) -> Conversation:
     if grammar is not None:
         params = replace(params, grammar=replace(grammar, after_thinking=thinking))
     if thinking and budget is not None:
-        params = replace(params, thinking=Thinking(budget))
+        params = replace(params, thinking=Thinking.with_grace(budget))
     return Conversation(
         prompt,
         params,
