@@ -60,6 +60,13 @@ def test_wrong_usage(tmp_path, demo_engine_directory):
         CliRunner().invoke(cli, ["serve", str(tmp_path / "nothing")], catch_exceptions=False)
 
 
+def test_options_of_an_engine_are_refused_with_triton(tmp_path):
+    words = ["serve", str(tmp_path), "--triton", "http://localhost:1", "--threads", "2", "--speculate", "mtp"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2
+    assert "--speculate, --threads are the Triton server's business" in result.output
+
+
 def test_it_serves_as_told(tmp_path, demo_engine_directory):
     keys = tmp_path / "keys"
     keys.write_text("# of the team\nfrom the file\n")

@@ -103,6 +103,8 @@ def command(
     **options: Any,
 ) -> None:
     """Serve an ENGINE to OpenAI's clients and to browsers."""
+    if triton is not None:
+        _refuse(click.get_current_context(), options)
     _require()
     from nemo_build.runtime.server import logs
     from nemo_build.runtime.server.app import create_app
@@ -130,6 +132,17 @@ def command(
         server.run([listening])
         if not server.started:
             raise UserError("The server did not start; the log above says why.")
+
+
+def _refuse(ctx: click.Context, options: dict[str, Any]) -> None:
+    """Refuse options of an engine that is opened here."""
+    given = [p.opts[0] for p in ctx.command.params if p.name in options and _is_given(ctx, p.name)]
+    if given:
+        raise click.UsageError(f"With --triton, {', '.join(given)} are the Triton server's business.", ctx)
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def _require() -> None:

@@ -2,9 +2,9 @@
 """What the HTTP server costs, and whether it holds out.
 
 *Overhead*: 16 streams of chat completions from a process of their own, in turn with the same sequences stepped in this
-process without a server; the demo engine, one thread. The difference of the two times, by the token, is what the server
-adds beyond the engine's steps; the processor time of the server's thread stands beside it, because that thread and the
-engine's share Python's lock.
+process without a server; the demo engine, one thread. The difference of the two by the token is what the server adds
+beyond the engine's steps: of the times that pass, and of the processor time of this process, which depends less on what
+else the machine does. Beside them stands the processor time of the thread that serves.
 
 *Load*: clients that ask again and again, some of which leave in the middle, of a server in a process of its own; its
 memory and its free slots before and after.
@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from nemo_build.runtime.server.run import Server, listen
 HERE = Path(__file__).parent
 STREAMS, TOKENS = 16, 900
 CLIENTS, LEAVING, LOAD_TOKENS = 64, 0.2, 200
+WARM_UP_SECONDS = 30
 
 
 def main() -> None:
@@ -70,7 +72,9 @@ def overhead(engine_path: Path, speculate: str, rounds: int, announcement: Annou
     options: dict[str, Any] = {} if speculate == "none" else {"draft_length": 3}
     engine = Engine.load(engine_path, max_sequences=STREAMS, threads=1, speculate=speculate, **options)
     prompt = engine.chat_prompt(MESSAGES)
-    alone, served, thread_us, chunks = [], [], [], 0
+    alone: list[tuple[float, float]] = []
+    served: list[tuple[float, float]] = []
+    thread_us, chunks = [], 0
     with listen("127.0.0.1", 0) as listening:
         server = Server(create_app(EngineBackend(engine, speculate=speculate)))
         thread = threading.Thread(target=server.run, args=[[listening]])
@@ -82,40 +86,44 @@ def overhead(engine_path: Path, speculate: str, rounds: int, announcement: Annou
         for _ in range(rounds):
             announcement.begin()
             alone.append(_stepped(engine, prompt))
-            start = time.clock_gettime(clock)
+            start, cpu = time.clock_gettime(clock), time.process_time()
             found = run_file(HERE / "_load.py", job)
-            served.append(found["seconds"])
+            served.append((found["seconds"], time.process_time() - cpu))
             thread_us.append((time.clock_gettime(clock) - start) * 1e6 / (STREAMS * TOKENS))
             chunks = found["chunks"]
         announcement.end()
         server.stop()
         thread.join()
-    tokens = STREAMS * TOKENS
-    differences = [(s - a) * 1e6 / tokens for s, a in zip(served, alone, strict=True)]
+
+    def of_token(values: Iterable[float]) -> float:
+        return statistics.median(values) * 1e6 / (STREAMS * TOKENS)
+
     return {
         "streams": STREAMS,
         "tokens": TOKENS,
         "speculator": speculate,
         "chunks": chunks,
-        "engine_us_per_token": statistics.median(alone) * 1e6 / tokens,
-        "served_us_per_token": statistics.median(served) * 1e6 / tokens,
-        "server_us_per_token": statistics.median(differences),
-        "server_us_per_token_by_round": differences,
+        "engine_us_per_token": of_token(seconds for seconds, _ in alone),
+        "served_us_per_token": of_token(seconds for seconds, _ in served),
+        "engine_cpu_us_per_token": of_token(cpu for _, cpu in alone),
+        "served_cpu_us_per_token": of_token(cpu for _, cpu in served),
+        "server_us_per_token": of_token(s[0] - a[0] for s, a in zip(served, alone, strict=True)),
+        "server_cpu_us_per_token": of_token(s[1] - a[1] for s, a in zip(served, alone, strict=True)),
         "server_thread_us_per_token": statistics.median(thread_us),
     }
 
 
-def _stepped(engine: Engine, prompt: list[int]) -> float:
-    """Seconds of the same sequences without a server."""
+def _stepped(engine: Engine, prompt: list[int]) -> tuple[float, float]:
+    """Seconds of the same sequences without a server, and of processor time."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     requests = engine.requests([prompt] * STREAMS, params, skip_special_tokens=False)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     engine.add(requests)
     while not all(r.finished for r in requests):
         engine.step()
         for request in requests:
             request.events.clear()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def load(engine: Path, seconds: float, announcement: Announcement) -> dict[str, Any]:
@@ -132,7 +140,7 @@ def load(engine: Path, seconds: float, announcement: Announcement) -> dict[str, 
         url = server.stdout.readline().split(" at ")[1].split()[0]
         job = {"do": "load", "port": int(url.rsplit(":", 1)[1]), "clients": CLIENTS}
         job |= {"leaving": LEAVING, "tokens": LOAD_TOKENS}
-        run_file(HERE / "_load.py", job | {"seconds": 5})
+        run_file(HERE / "_load.py", job | {"seconds": WARM_UP_SECONDS})
         announcement.begin()
         before, busy = _held(server.pid, url), Cpu.now()
         found = run_file(HERE / "_load.py", job | {"seconds": seconds})
