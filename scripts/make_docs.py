@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _kernels_page import kernels_page
+from _server_sections import masks_section, server_section
 from _support_page import support_page
 
 from nemo_build.plugins.registry import plugins_by_name
@@ -81,6 +82,8 @@ def benchmarks_page() -> str:
         "cpu_ops": _cpu_ops_section,
         "rtx_build": _rtx_build_section,
         "triton": _triton_section,
+        "server": server_section,
+        "masks": masks_section,
         "scheduler": _scheduler_section,
         "speculation": _speculation_section,
         "speculation_cost": _speculation_cost_section,
