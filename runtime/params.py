@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -101,16 +101,20 @@ class Thinking:
 
     Attributes:
         budget: Tokens of thinking, >= 0, counted from the start of the output; then ``</think>`` is forced, token by
-            token. 0 closes at once. A ``<tool_call>`` ends the thinking as ``</think>`` does.
-        grace: Tokens, >= 0, for which the end waits beyond the budget until a line ends. By default 0: thinking never
-            takes more than the budget.
+            token. 0 closes at once.
+        grace: Tokens, >= 0, for which the end waits beyond the budget until a line ends.
+        calls: Names of the functions that may be called: a ``<tool_call>`` of one of them ends the thinking as
+            ``</think>`` does. Where one may be beginning the end waits for at most
+            :data:`~nemo_build.runtime.constraints.thinking.MOST_BEGINNING` tokens more. Without any, thinking never
+            takes more than budget and grace.
 
     Raises:
-        RequestError: A value is no integer or below 0.
+        RequestError: A number is no integer or below 0, or a name is no string.
     """
 
     budget: int
     grace: int = 0
+    calls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [
@@ -118,13 +122,17 @@ class Thinking:
             for name in ("budget", "grace")
             if not (_is_number(getattr(self, name), numbers.Integral) and getattr(self, name) >= 0)
         ]
+        calls: object = self.calls
+        if not isinstance(calls, (list, tuple)) or not all(isinstance(name, str) for name in calls):
+            problems.append(f"thinking.calls must be a list of names, got {calls!r}")
         if problems:
             raise RequestError("The thinking budget is invalid.", problems)
+        object.__setattr__(self, "calls", tuple(self.calls))
 
     @classmethod
-    def with_grace(cls, budget: int) -> Thinking:
+    def with_grace(cls, budget: int, calls: Sequence[str] = ()) -> Thinking:
         """With the grace that fronts give who names a budget alone: a tenth of it, at most 16 tokens."""
-        return cls(budget, min(budget // 10, 16))
+        return cls(budget, min(budget // 10, 16), tuple(calls))
 
 
 @dataclass(frozen=True)
@@ -144,8 +152,8 @@ class SamplingParams:
         seed: Any 64-bit integer, signed or unsigned; ``None`` lets the engine choose one.
         stop: Strings that end the text; a plain string counts as one. None may be empty.
         stop_token_ids: Token ids that end the text, besides the model's own.
-        include_stop: Keep the stop string, or the text of the stop token, in the output.
-        ignore_eos: The model's own end ids do not end the text.
+        include_stop: Keep the stop string, or the text of the token in `stop_token_ids`, in the output.
+        ignore_eos: The model's own end ids do not end the text, unless a grammar lets nothing follow.
         min_tokens: The first ``min_tokens`` tokens do not end the text (but ``max_tokens`` does).
         logprobs: ``None``: none; n from 0 to 20: the log-probability of each token, and the n most likely ones there.
         grammar: What the text has to look like, or ``None``. A mapping of its fields is taken as well.

@@ -128,9 +128,9 @@ class StopState:
 
     A stop, by token or by string, wins over ``max_tokens`` reached at the same token. The first
     ``min_tokens`` tokens end the request only by ``max_tokens``, and no stop string is looked for in their
-    text, unless a grammar lets nothing follow. The text of a stop token is shown only with ``include_stop``
-    (and if the detokenizer does not skip it). Tokens after the end are not accepted: with speculation, the
-    rest of an accepted run is dropped.
+    text. Where a grammar lets nothing follow, any end token ends it, whatever the parameters say. The text of a
+    stop token is shown only with ``include_stop`` and if the request names it (and if the detokenizer does not
+    skip it). Tokens after the end are not accepted: with speculation, the rest of an accepted run is dropped.
 
     Args:
         params: The request's parameters.
@@ -157,7 +157,7 @@ class StopState:
 
         Args:
             token: The token.
-            final: Whether nothing can follow it.
+            final: Whether it is an end after which nothing can follow.
 
         Raises:
             RuntimeError: The request has ended.
@@ -165,9 +165,10 @@ class StopState:
         if self.finish_reason is not None:
             raise RuntimeError(f"token {token} was pushed after the end ({self.finish_reason})")
         self.num_tokens += 1
-        may_stop = final or self.num_tokens > self._params.min_tokens
-        if may_stop and token in self._stop_ids:
-            text = self._detokenizer.push(token) if self._params.include_stop else ""
+        may_stop = self.num_tokens > self._params.min_tokens
+        if final or (may_stop and token in self._stop_ids):
+            is_shown = self._params.include_stop and token in self._params.stop_token_ids
+            text = self._detokenizer.push(token) if is_shown else ""
             return self._end(text, FinishReason.STOP, token)
         text = self._detokenizer.push(token)
         if self.num_tokens >= self._params.max_tokens:

@@ -12,24 +12,11 @@ import json
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
+from nemo_build.runtime import triton_messages as messages
 from nemo_build.runtime.params import SamplingParams
-from nemo_build.runtime.triton_messages import (
-    LATE,
-    MODEL,
-    Piece,
-    TritonError,
-    inputs_of,
-    message_of,
-    no_answer,
-    outputs_of,
-    piece_of,
-    refused,
-    require_grpc,
-    scheme_of,
-    tensors,
-)
+from nemo_build.runtime.triton_messages import MODEL, Options, Piece, TritonError, no_answer, refused
 
 __all__ = ["AsyncTritonClient"]
 
@@ -51,11 +38,11 @@ class AsyncTritonClient:
     """
 
     def __init__(self, address: str, *, model: str = MODEL) -> None:
-        scheme, self._address = scheme_of(address)
+        scheme, self._address = messages.scheme_of(address)
         self._model = model
         self._channel: Any = None
         if scheme == "grpc":
-            require_grpc()
+            messages.require_grpc()
             self._responses = self._over_grpc
             return
         try:
@@ -76,33 +63,17 @@ class AsyncTritonClient:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        priority: int = 0,
-        salt: str | None = None,
-        speculate: bool = True,
-        skip_special_tokens: bool = True,
-        details: bool = False,
+        **options: Unpack[Options],
     ) -> AsyncGenerator[Piece, None]:
         """The answer to a prompt as it comes. Closing the generator cancels the request. Arguments and errors are
         those of :meth:`nemo_build.runtime.triton_client.TritonClient.stream`.
         """
-        inputs = inputs_of(
-            prompt,
-            params,
-            timeout=timeout,
-            priority=priority,
-            stream=True,
-            salt=salt,
-            speculate=speculate,
-            skip_special_tokens=skip_special_tokens,
-            details=details,
-        )
-        deadline = None if timeout is None else time.monotonic() + timeout + LATE
+        inputs = messages.inputs_of(prompt, params, stream=True, **options)
+        deadline = messages.deadline_of(options.get("timeout"))
         piece = None
         async with contextlib.aclosing(self._responses(inputs, deadline)) as responses:
             async for outputs in responses:
-                piece = piece_of(outputs)
+                piece = messages.piece_of(outputs)
                 yield piece
         if piece is None or not piece.finish_reason:
             raise no_answer(self._address, "ended the answer before its end.")
@@ -181,7 +152,7 @@ class AsyncTritonClient:
             elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
                 break
         if status != 200:
-            raise refused(self._address, message_of(content))
+            raise refused(self._address, messages.message_of(content))
 
     # --- gRPC ------------------------------------------------------------------------------------------------
 
@@ -194,7 +165,7 @@ class AsyncTritonClient:
         async def requests() -> AsyncIterator[dict[str, Any]]:
             yield {
                 "model_name": self._model,
-                "inputs": tensors(inputs),
+                "inputs": messages.tensors(inputs),
                 "enable_empty_final_response": True,
             }
 
@@ -206,7 +177,7 @@ class AsyncTritonClient:
                 result, error = await self._within(deadline, anext(responses))
                 if error is not None:
                     raise refused(self._address, error.message())
-                if outputs := outputs_of(result):
+                if outputs := messages.outputs_of(result):
                     yield outputs
         except StopAsyncIteration:
             return

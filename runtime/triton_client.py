@@ -14,25 +14,19 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
+from nemo_build.runtime import triton_messages as messages
 from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.sampling import TokenLogprobs
 from nemo_build.runtime.triton_messages import (
-    LATE,
     MODEL,
     Details,
+    Options,
     Piece,
     TritonError,
-    inputs_of,
-    message_of,
     no_answer,
-    outputs_of,
-    piece_of,
     refused,
-    require_grpc,
-    scheme_of,
-    tensors,
 )
 
 __all__ = ["Answer", "Details", "Piece", "TritonClient", "TritonError"]
@@ -62,11 +56,11 @@ class TritonClient:
     """
 
     def __init__(self, address: str, *, model: str = MODEL) -> None:
-        scheme, self._address = scheme_of(address)
+        scheme, self._address = messages.scheme_of(address)
         self._model = model
         self._responses = self._over_http if scheme == "http" else self._over_grpc
         if scheme == "grpc":
-            require_grpc()
+            messages.require_grpc()
 
     def generate(
         self,
@@ -77,7 +71,7 @@ class TritonClient:
         priority: int = 0,
     ) -> Answer:
         """The whole answer to a prompt; arguments and errors are those of :meth:`stream`."""
-        inputs = inputs_of(prompt, params, timeout=timeout, priority=priority, stream=False)
+        inputs = messages.inputs_of(prompt, params, timeout=timeout, priority=priority, stream=False)
         pieces = list(self._pieces(inputs, timeout))
         return Answer(
             "".join(p.text for p in pieces),
@@ -92,47 +86,26 @@ class TritonClient:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        priority: int = 0,
-        salt: str | None = None,
-        speculate: bool = True,
-        skip_special_tokens: bool = True,
-        details: bool = False,
+        **options: Unpack[Options],
     ) -> Iterator[Piece]:
         """The answer to a prompt as it comes. Closing the iterator cancels the request.
 
         Args:
             prompt: A text, or token ids.
             params: How tokens are chosen; ``None``: the model's defaults.
-            timeout: Seconds after which the answer ends with what there is, > 0; ``None``: never.
-            priority: Higher ones come first.
-            salt: Whose prompt it is: the prefix cache shares nothing between different salts.
-            speculate: Whether drafts are made for it, where the server has a speculator.
-            skip_special_tokens: Leave control tokens out of the text.
-            details: Have the pieces say which tokens they are.
+            options: See :class:`~nemo_build.runtime.triton_messages.Options`.
 
         Raises:
             TritonError: There is no answer, or none in time.
         """
-        inputs = inputs_of(
-            prompt,
-            params,
-            timeout=timeout,
-            priority=priority,
-            stream=True,
-            salt=salt,
-            speculate=speculate,
-            skip_special_tokens=skip_special_tokens,
-            details=details,
-        )
-        return self._pieces(inputs, timeout)
+        inputs = messages.inputs_of(prompt, params, stream=True, **options)
+        return self._pieces(inputs, options.get("timeout"))
 
     def _pieces(self, inputs: Mapping[str, Any], timeout: float | None) -> Iterator[Piece]:
-        deadline = None if timeout is None else time.monotonic() + timeout + LATE
+        deadline = messages.deadline_of(timeout)
         piece = None
         for outputs in self._responses(inputs, deadline):
-            piece = piece_of(outputs)
+            piece = messages.piece_of(outputs)
             yield piece
         if piece is None or not piece.finish_reason:
             raise no_answer(self._address, "ended the answer before its end.")
@@ -151,14 +124,16 @@ class TritonClient:
             client.start_stream(lambda result, error: events.put((result, error)))
             # If there is no server, this fails in one way or another, but the event says why.
             with contextlib.suppress(InferenceServerException):
-                client.async_stream_infer(self._model, tensors(inputs), enable_empty_final_response=True)
+                client.async_stream_infer(
+                    self._model, messages.tensors(inputs), enable_empty_final_response=True
+                )
             while not is_over:
                 result, error = events.get(timeout=_left(deadline))
                 if error is not None:
                     is_over = True
                     is_gone = str(error.status()) == "StatusCode.UNAVAILABLE"
                     raise refused(self._address, error.message(), gone=is_gone) from error
-                if outputs := outputs_of(result):
+                if outputs := messages.outputs_of(result):
                     yield outputs
                 is_over = result.get_response().parameters["triton_final_response"].bool_param
         except queue.Empty:
@@ -185,7 +160,7 @@ class TritonClient:
             )
             reply = connection.getresponse()
             if reply.status != http.HTTPStatus.OK:
-                raise refused(self._address, message_of(reply.read()))
+                raise refused(self._address, messages.message_of(reply.read()))
             for line in reply:
                 if line.startswith(b"data:"):
                     found = json.loads(line[5:])

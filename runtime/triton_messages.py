@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from nemo_build.errors import UserError
 from nemo_build.runtime.params import SamplingParams
@@ -118,36 +119,50 @@ def require_grpc() -> None:
         ) from error
 
 
+class Options(TypedDict, total=False):
+    """What a request may say besides its prompt and how tokens are chosen.
+
+    Attributes:
+        timeout: Seconds after which the answer ends with what there is, > 0; ``None``: never.
+        priority: Higher ones come first.
+        salt: Whose prompt it is: the prefix cache shares nothing between different salts.
+        speculate: Whether drafts are made for it, where the server has a speculator; they are unless it says so.
+        skip_special_tokens: Leave control tokens out of the text; they are unless it says so.
+        details: Have the pieces say which tokens they are.
+    """
+
+    timeout: float | None
+    priority: int
+    salt: str | None
+    speculate: bool
+    skip_special_tokens: bool
+    details: bool
+
+
 def inputs_of(
-    prompt: str | Sequence[int],
-    params: SamplingParams | None,
-    *,
-    timeout: float | None,
-    priority: int,
-    stream: bool,
-    salt: str | None = None,
-    speculate: bool = True,
-    skip_special_tokens: bool = True,
-    details: bool = False,
+    prompt: str | Sequence[int], params: SamplingParams | None, *, stream: bool, **options: Unpack[Options]
 ) -> dict[str, Any]:
-    """The inputs of a request by name; arguments as those of :meth:`~.triton_client.TritonClient.stream`."""
-    inputs: dict[str, Any] = {"priority": priority, "stream": stream}
+    """The inputs of a request by name."""
+    inputs: dict[str, Any] = {"priority": options.get("priority", 0), "stream": stream}
     inputs |= {"text_input": prompt} if isinstance(prompt, str) else {"input_ids": [int(t) for t in prompt]}
     if params is not None:
         # What is not said is left out, so that a server of an earlier version understands the rest.
         said = {name: value for name, value in asdict(params).items() if value is not None}
         inputs["sampling_parameters"] = json.dumps(said)
-    if timeout is not None:
-        inputs["timeout"] = timeout
-    if salt is not None:
-        inputs["salt"] = salt
-    if not speculate:
-        inputs["speculate"] = False
-    if not skip_special_tokens:
-        inputs["skip_special_tokens"] = False
-    if details:
+    for name in ("timeout", "salt"):
+        if (value := options.get(name)) is not None:
+            inputs[name] = value
+    for name in ("speculate", "skip_special_tokens"):
+        if not options.get(name, True):
+            inputs[name] = False
+    if options.get("details"):
         inputs["return_details"] = True
     return inputs
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """When the server is taken to be dead, of :func:`time.monotonic`."""
+    return None if timeout is None else time.monotonic() + timeout + LATE
 
 
 def piece_of(outputs: Mapping[str, Any]) -> Piece:

@@ -18,7 +18,7 @@ def server_section(record: dict[str, Any]) -> str:
     return (
         "## The OpenAI-compatible server\n\n"
         f"{record['date']}, `{record['command']}` on {record['cores']} cores of an {record['cpu']}, over loopback, "
-        "demo engine. Microseconds a token of streams at a time: the engine alone, and what the server adds to that.\n\n"
+        "demo engine. Microseconds a token of streams at a time: the engine alone, and what the server adds.\n\n"
         "| drafts | streams | engine | server, time | server, processor |\n|---|---|---|---|---|\n"
         + "\n".join(rows)
         + f"\n\n{load['clients']} clients of {load['slots']} slots for {load['seconds']:.0f} s, "

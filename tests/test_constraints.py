@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from nemo_build.errors import RequestError
 from nemo_build.runtime import Grammar, SamplingParams, Thinking
+from nemo_build.runtime.chat import AnswerParser
 from nemo_build.runtime.constraints.base import Guide, allows
 from nemo_build.runtime.constraints.making import Constraints
+from nemo_build.runtime.constraints.thinking import MOST_BEGINNING
 from nemo_build.runtime.tokenizer import Tokenizer
 
 from .grammars import (
@@ -63,8 +65,8 @@ def test_ids_past_the_vocabulary_are_never_allowed():
 # --- thinking ----------------------------------------------------------------------------------------------
 
 
-def thinking(budget: int, grace: int = 0) -> Guide:
-    found = CONSTRAINTS.guide(SamplingParams(thinking=Thinking(budget, grace)))
+def thinking(budget: int, grace: int = 0, calls: tuple[str, ...] = ()) -> Guide:
+    found = CONSTRAINTS.guide(SamplingParams(thinking=Thinking(budget, grace, calls)))
     assert found is not None
     return found
 
@@ -99,12 +101,65 @@ def test_grace_waits_for_the_end_of_a_line():
 
 
 def test_thinking_that_ends_by_itself_is_left_alone():
-    for end in ([THINK_END], [CALL], TOKENIZER.encode("</thi") + TOKENIZER.encode("nk>")):
+    for end in ([THINK_END], TOKENIZER.encode("</thi") + TOKENIZER.encode("nk>")):
         guide = thinking(8)
         for token in [WORD, *end]:
             assert len(allowed(guide)) == V
             guide.commit(token)
         assert guide.done
+
+
+def force_of(text: str, budget: int, calls: tuple[str, ...]) -> tuple[str, int | None]:
+    """Where a text ends the thinking by itself, and after how many tokens its end is forced."""
+    guide, taken = thinking(budget, 0, calls), []
+    for token in [*TOKENIZER.encode(text), *[WORD] * 60]:
+        if guide.done or allowed(guide) == {THINK_END}:
+            break
+        guide.commit(token)
+        taken.append(token)
+    return TOKENIZER.decode(taken, skip_special_tokens=False), None if guide.done else len(taken)
+
+
+CALLS = [
+    "<tool_call>\n<function=get>",
+    "a <tool_call> \n <function=get>",
+    "<tool_call><tool_call>\n<function=now>",
+    "<tool_call><function=go><function=x<tool_call><function=get>",
+    'so <tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>',
+]
+NO_CALLS = [
+    "<tool_call> is a mark",
+    "<tool_call>\n<function=go>",
+    "<tool_call>\n<function=get\n>",
+    '<tool_call>{"name": "go"}</tool_call>',
+    '<tool_call>{"name": "get", "arguments": 3}</tool_call>',
+    '<tool_call>{"arguments": {}, "name": "get"}</tool_call>',
+    "<tool_call>[1]</tool_call><function=get>",
+    "<function=get>",
+]
+
+
+@pytest.mark.parametrize("text", [*CALLS, *NO_CALLS])
+def test_thinking_is_what_the_reader_of_answers_takes_for_it(text):
+    """A mark alone does not end it, nor a call where there is nothing to be called: the budget goes on."""
+    tools = [{"function": {"name": "get"}}, {"function": {"name": "now"}}]
+    parser = AnswerParser(thinking=True, tools=tools)
+    parser.push(text)
+    assert parser.has_tool_calls == (text in CALLS)
+    length = len(TOKENIZER.encode(text))
+    expected = None if text in CALLS else length + 2
+    assert force_of(text, length + 2, ("get", "now"))[1] == expected
+    assert force_of(text, length + 2, ())[1] == length + 2
+
+
+def test_the_end_is_not_forced_into_the_beginning_of_a_call():
+    call = CALLS[0]
+    for budget in range(1, len(TOKENIZER.encode(call)) + 1):
+        assert force_of(call, budget, ("get",)) == (call, None)
+        assert force_of(call, budget, ())[1] == budget
+    for text in ("<tool_call>" * 60, "<tool_call>" + "\n" * 90):
+        assert force_of(text, 3, ("get",))[1] == 3 + MOST_BEGINNING, "it waits for so long only"
+    assert force_of("<tool_call> or not", 1, ("get",))[1] == 2
 
 
 class Spelling(Tokenizer):

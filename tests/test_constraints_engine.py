@@ -19,11 +19,15 @@ from nemo_build.runtime import Engine, FinishReason, Grammar, SamplingParams, Sc
 from nemo_build.runtime.constraints.base import allows
 from nemo_build.runtime.constraints.grammar import GrammarConstraint
 from nemo_build.runtime.constraints.making import Constraints
+from nemo_build.runtime.constraints.thinking import MOST_BEGINNING
 from nemo_build.runtime.request import Request
 from nemo_build.runtime.sampling import TokenCounts, target_distribution
+from nemo_build.runtime.server.backend import EngineBackend
 from nemo_build.runtime.speculation.drafting import chooser_for
 from nemo_build.runtime.speculation.verify import verify
 from nemo_build.runtime.tokenizer import Tokenizer
+
+from .serving import served
 
 SPECULATORS = ("mtp", "dflash", "dspark", "ngram")
 PROMPTS = ["The list type <think>", "def add(x):\n<think>\n", "import json", "x"]
@@ -160,10 +164,31 @@ def test_a_budget_is_never_exceeded(engine, speculate, temperature):
         found = engine(speculate).generate([prompt] * 4, params)
         for budget, completion in zip(budgets, found, strict=True):
             tokens = completion.token_ids
-            ends = [t in (THINK_END, CALL, 2, 11) for t in tokens]
+            ends = [t in (THINK_END, 2, 11) for t in tokens]
             assert ends.index(True) <= budget
             if ends.index(True) == budget:
                 assert tokens[budget] == THINK_END
+
+
+@pytest.mark.parametrize("speculate", ["none", *SPECULATORS])
+def test_marks_of_calls_do_not_use_up_the_budget(engine, speculate):
+    biased = {"logit_bias": {CALL: 100.0}, "max_tokens": 60}
+    for calls, waits in ((), 0), (("get",), MOST_BEGINNING):
+        params = params_of(None, 0.0, thinking=Thinking(4, calls=calls), **biased)
+        [found] = engine(speculate).generate(PROMPTS[:1], params)
+        assert found.token_ids[: 4 + waits + 1] == (CALL,) * (4 + waits) + (THINK_END,)
+
+
+def test_the_server_tells_of_the_functions_that_may_be_called(engine):
+    ask = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "logit_bias": {str(CALL): 100},
+        "max_tokens": 60,
+    }
+    with served(EngineBackend(engine("none"), speculate="none")) as server:
+        for more, waits in ({}, 0), ({"tools": TOOLS["tools"]}, MOST_BEGINNING):
+            answer = server.post("/v1/chat/completions", **ask, **more, thinking_budget=4)
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4 + waits + 1
 
 
 def test_the_end_and_the_first_token_behind_it_come_in_one_run_of_drafts(engine):
@@ -338,6 +363,15 @@ def test_a_finished_grammar_ends_the_text_before_min_tokens(engine):
     params = params_of(Grammar("choice", '["yes"]'), 0.0, min_tokens=20)
     [found] = engine("none").generate("x", params, skip_special_tokens=False)
     assert (found.text, found.finish_reason) == ("yes", FinishReason.STOP)
+
+
+def test_a_finished_grammar_ends_the_text_whatever_ends_it(engine):
+    """The model's own end is never part of the text, whether it ends texts otherwise or is shown."""
+    given = {"ignore_eos": True, "include_stop": True, "stop_token_ids": (40,)}
+    for speculate in ("none", "mtp"):
+        params = params_of(Grammar("choice", '["yes"]'), 0.0, logit_bias={2: 100.0}, **given)
+        [found] = engine(speculate).generate("x", params, skip_special_tokens=False)
+        assert (found.text, found.finish_reason) == ("yes", FinishReason.STOP)
 
 
 def test_a_grammar_that_is_refused_runs_nothing(engine):

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from unittest.mock import ANY
 
 import pytest
 
 from nemo_build import __version__
 from nemo_build.runtime import Engine, SamplingParams
-from nemo_build.runtime.server.backend import EngineBackend
+from nemo_build.runtime.server import chat, completions, tokens
+from nemo_build.runtime.server.asking import scheduling_of
+from nemo_build.runtime.server.backend import PROBE_PRIORITY, EngineBackend
+from nemo_build.runtime.server.schemas.common import Sampling
 
 from .serving import Served, served
 
@@ -166,6 +171,23 @@ def test_sampling_members_reach_the_engine(server, engine):
     assert server.post(COMPLETE, **hot, top_k=1)["choices"][0]["text"] == plain
     assert server.post(COMPLETE, **hot, min_p=1.0)["choices"][0]["text"] == plain
     assert server.post(COMPLETE, **hot)["choices"][0]["text"] != plain
+
+
+def test_the_least_nucleus_is_the_likeliest_token(server):
+    ask = {"prompt": "import os\n", "max_tokens": 16}
+    hot = {**ask, "temperature": 5.0, "seed": 3}
+    assert server.post(COMPLETE, **hot, top_p=0) == {
+        **server.post(COMPLETE, **ask, temperature=0),
+        **dict.fromkeys(("id", "created", "usage"), ANY),
+    }
+
+
+def test_priorities_stay_below_that_of_the_probe():
+    def scheduled(priority: int) -> int:
+        return scheduling_of(Sampling(priority=priority), None).priority
+
+    most = PROBE_PRIORITY - 1
+    assert [scheduled(p) for p in (-1_000_000, -5, 0, 5, 1_000_000)] == [-most, -5, 0, 5, most]
 
 
 def test_stops(server):
@@ -329,8 +351,46 @@ def test_tokens_there_and_back(server):
     chat = server.post("/tokenize", messages=HELLO)
     text = server.post("/detokenize", tokens=chat["tokens"])["prompt"]
     assert text.endswith("<|im_start|>assistant\n<think>\n")
+    same = {"messages": HELLO, "chat_template_kwargs": {"self": 1, "cls": 2, "/": 3}}
+    assert server.post("/tokenize", **same)["tokens"] == chat["tokens"]
+    assert server.post(CHAT, **same, max_tokens=1)["usage"]["prompt_tokens"] == chat["count"]
+    assert server.post("/v1/responses", input="a", max_output_tokens=1, chat_template_kwargs={"self": 1})
     assert server.refused("/tokenize", prompt="a", messages=HELLO)["param"] == "prompt"
     assert server.refused("/detokenize", tokens=[10**6])["param"] == "tokens"
+
+
+def test_what_takes_time_is_done_beside_the_loop(server, monkeypatch):
+    places = []
+
+    def watched(module, name):
+        function = getattr(module, name)
+
+        def watch(*args):
+            places.append((name, threading.current_thread().name))
+            return function(*args)
+
+        monkeypatch.setattr(module, name, watch)
+
+    watched(tokens, "token_text")
+    watched(tokens, "_detokenized")
+    watched(chat, "asked_of")
+    server.post("/tokenize", prompt="a", return_token_strs=True)
+    server.post("/detokenize", tokens=[1])
+    server.post(CHAT, messages=HELLO, max_tokens=1)
+    assert {name for name, _ in places} == {"token_text", "_detokenized", "asked_of"}
+    assert "server" not in {thread for _, thread in places}  # which has the loop
+
+
+def test_most_tokens_of_a_text(server, monkeypatch):
+    monkeypatch.setattr(tokens, "MOST_TOKENS", 3)
+    assert server.post("/tokenize", prompt=" ", add_special_tokens=False)["count"] <= 3
+    assert server.refused("/tokenize", prompt="a b c d e f")["param"] == "prompt"
+
+
+def test_prompts_are_counted_before_they_are_encoded(server, monkeypatch):
+    monkeypatch.setattr(completions, "encode", None)
+    assert server.refused(COMPLETE, prompt=["a"] * 33, n=2)["param"] == "prompt"
+    assert server.refused(COMPLETE, prompt=["a"] * 65)["param"] == "prompt"
 
 
 def test_models_version_and_info(server):

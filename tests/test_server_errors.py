@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import json
 import socket
+import tracemalloc
 
+import pydantic
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from nemo_build.errors import BundleError, RequestError, UserError
 from nemo_build.runtime import Engine
+from nemo_build.runtime.chat import ChatTemplate
+from nemo_build.runtime.server import asking
 from nemo_build.runtime.server.backend import BusyError, EngineBackend
 from nemo_build.runtime.server.errors import as_api_error
+from nemo_build.runtime.server.schemas.chat import ChatRequest
+from nemo_build.runtime.server.schemas.completions import CompletionRequest
+from nemo_build.runtime.server.schemas.responses import ResponsesRequest
 
 from .serving import Served, served
 
@@ -106,7 +113,7 @@ def test_deep_members(server, levels, member):
 
 WRONG = [
     ("temperature", ["0.5", True, -1, 101, [], {}]),
-    ("top_p", [0, 1.1, "1"]),
+    ("top_p", [-0.1, 1.1, "1"]),
     ("top_k", [-2, 1.5, "3", 10**30]),
     ("n", [0, 65, 1.5, True]),
     ("max_tokens", [0, -1, "5", 1.5]),
@@ -167,6 +174,7 @@ def test_unknown_members_are_ignored_and_logged_once(server, caplog):
 def test_paths_methods_and_types(server):
     get = server.client.get
     assert get("/nothing").status_code == 404
+    assert len(get("/" + "n" * 20_000).json()["error"]["message"]) < 1000
     assert get("/nothing").json()["error"]["type"] == "not_found_error"
     assert get(CHAT).status_code == 405
     assert server.client.delete("/v1/models").status_code == 405
@@ -187,10 +195,107 @@ def test_sizes(server):
         (COMPLETE, {"prompt": long[:-1] + "\ud800"}),
         (CHAT, {"messages": [{"role": "user", "content": long}]}),
         ("/v1/responses", {"input": long}),
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}),
     ):
         status, error = sent(server, path, json.dumps(body).encode())
         assert (status, error["code"]) == (400, "context_length_exceeded")
         assert "at least" in error["message"]  # it was not tokenized
+
+
+def named(count: int) -> list[dict]:
+    """Tools."""
+    return [{"type": "function", "function": {"name": f"f{i}"}} for i in range(count)]
+
+
+TOO_MUCH = {
+    "stop": [{"stop": "x" * 1025}, {"stop": ["a", "x" * 1025]}],
+    "stop_token_ids": [{"stop_token_ids": [1] * 1025}],
+    "logit_bias": [{"logit_bias": {str(i): 1 for i in range(1025)}}, {"logit_bias": {"1" * 1025: 1}}],
+    "messages": [
+        {"messages": HELLO * 16_385},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * 1025}]},
+    ],
+    "tools": [{"tools": named(1025)}],
+    "guided_choice": [{"guided_choice": ["a"] * 16_385}, {"guided_choice": ["a" * 262_145]}],
+    "guided_json": [{"guided_json": "1" * 262_145}],
+    "guided_regex": [{"guided_regex": "1" * 262_145}],
+    "guided_grammar": [{"guided_grammar": "1" * 262_145}],
+    "model": [{"model": "m" * 1025}],
+    "user": [{"user": "m" * 1025}],
+    "cache_salt": [{"cache_salt": "m" * 1025}],
+    "reasoning_effort": [{"reasoning_effort": "m" * 1025}],
+    "metadata": [{"metadata": {str(i): 1 for i in range(65)}}],
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_lists_and_texts_have_bounds(server, name):
+    for change in TOO_MUCH[name]:
+        error = server.refused(CHAT, **{"messages": HELLO, "max_tokens": 1, **change})
+        assert error["param"].split("[")[0].split(".")[0] == name, error
+        assert len(error["message"]) < 2000
+
+
+def test_what_is_just_within_bounds(server):
+    change = {
+        "stop": ["x" * 1024] * 4,
+        "stop_token_ids": [1] * 1024,
+        "logit_bias": {str(i): 0 for i in range(1024)},
+        "user": "m" * 1024,
+        "tools": named(1024),
+        "tool_choice": "none",
+    }
+    assert server.post(CHAT, messages=HELLO, max_tokens=1, **change)["choices"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{}] * 10_000},
+        {"messages": HELLO, "stop_token_ids": [-1] * 1000},
+        {"messages": HELLO, "logit_bias": dict.fromkeys(map(str, range(100_000)), "x")},
+        {"messages": HELLO, "tools": [{}] * 1000},
+        {"messages": [{"role": "user", "content": [1] * 1000}]},
+        {"prompt": [[]] * 100_000},
+        {"prompt": [{}] * 100_000},
+        {"prompt": [["a"] * 1000] * 60},
+        {"input": [1] * 10_000},
+        {"input": HELLO, "tools": [{}] * 1000},
+    ],
+    ids=lambda b: ",".join(b),
+)
+def test_the_check_of_a_list_ends_at_what_is_wrong(body):
+    kind = ChatRequest if "messages" in body else CompletionRequest if "prompt" in body else ResponsesRequest
+    with pytest.raises(pydantic.ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() < 10
+
+
+def test_problems_of_messages_end_somewhere():
+    with pytest.raises(RequestError) as found:
+        ChatTemplate("").render([{"role": "user"}] * 1000)
+    assert 20 < len(found.value.problems) < 100
+
+
+def test_names_within_names_take_no_memory():
+    nested: dict = {}
+    for _ in range(150):
+        nested = {"x" * 50_000: nested}
+    tracemalloc.start()
+    try:
+        assert ChatTemplate("{{ x is defined }}").render(HELLO, x=nested) == "True"
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(RequestError, match=r"x\.a\[1\]\.b is no JSON value but a set"):
+        ChatTemplate("").render(HELLO, x={"a": [1, {"b": set()}]})
+
+
+def test_long_names_of_members_are_not_kept(server):
+    server.post(COMPLETE, prompt="a", max_tokens=1, **{"q" * 200_000: 1})
+    assert max(map(len, asking._logged)) <= 100
 
 
 def test_what_is_no_http(server):
@@ -223,6 +328,10 @@ def test_errors_of_the_engine():
     wrong = as_api_error(RequestError("Wrong.", ["messages[2].role must be x", "b"], "Mend it."))
     assert (wrong.status, wrong.param) == (400, "messages[2].role")
     assert wrong.message == "Wrong. messages[2].role must be x; b Mend it."
+    many = as_api_error(RequestError("y" * 10_000, [f"stop_token_ids {'x' * 100_000}"] * 50_000))
+    assert many.message.endswith("; and 49992 more")
+    assert len(many.message) < 5000
+    assert len(as_api_error(RequestError("Wrong.", ["a." * 100_000])).param) < 1000
 
 
 # --- whatever follows from the server's own description ---------------------------------------------------------
@@ -264,7 +373,7 @@ def test_requests_made_of_the_description(server, description, path, mode):
             case.body |= {name: 1 for name in ("max_tokens", "max_output_tokens") if name in case.body}
             case.body["timeout"] = 5
         answer = case.call(base_url=server.url, timeout=30)
-        assert answer.status_code in (200, 400, 404), answer.text
+        assert answer.status_code in (200, 400, 404, 413), answer.text
         if answer.status_code != 200:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
             assert answer.headers["content-type"] == ["application/json"]

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from nemo_build.errors import BundleError
 from nemo_build.runtime import Engine
@@ -100,6 +101,69 @@ def test_other_origins(engine):
         assert "access-control-allow-origin" not in server.client.get("/health", headers=given).headers
 
 
+LOCAL = (
+    "http://localhost:8000",
+    "http://LOCALHOST",
+    "http://127.0.0.1:8000",
+    "http://127.1.2.3",
+    "http://[::1]:8000",
+)
+FOREIGN = (
+    "http://evil.example",
+    "http://localhost.evil.example:8000",
+    "http://127.0.0.1.evil.example",
+    "http://192.168.0.1",
+    "https://a.example.org",
+    "http://[::1",
+    "null",
+    "",
+)
+
+
+def test_pages_of_other_hosts_may_not_call_a_local_server_without_keys(engine):
+    """A name of theirs that leads to the loopback address makes them pages of this server to a browser."""
+
+    def status(server, origin, path=COMPLETE) -> int:
+        headers = {"Origin": origin, "Host": "evil.example"}
+        answer = server.client.post(path, json={"prompt": "a", "max_tokens": 1}, headers=headers)
+        if answer.status_code == 403:
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("permission_error", "origin_not_allowed")
+        return answer.status_code
+
+    given = Settings(is_local=True, origins=("https://a.example",))
+    with served(EngineBackend(engine), given) as server:
+        assert [status(server, origin) for origin in (*LOCAL, "https://a.example")] == [200] * 6
+        assert [status(server, origin) for origin in FOREIGN] == [403] * len(FOREIGN)
+        assert server.client.get("/metrics", headers={"Origin": FOREIGN[0]}).status_code == 403
+        assert server.client.get("/metrics").status_code == 200
+    for other, want in (
+        (Settings(), 200),
+        (Settings(is_local=True, origins=("*",)), 200),
+        (Settings(is_local=True, keys=("k",)), 401),
+    ):
+        with served(EngineBackend(engine), other) as server:
+            assert status(server, FOREIGN[0]) == want
+
+
+@pytest.mark.parametrize(("host", "is_local"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)])
+def test_the_command_says_whether_the_server_is_local(monkeypatch, tmp_path, host, is_local):
+    from nemo_build.cli import serve
+    from nemo_build.runtime.server import app, logs
+
+    found = []
+
+    def create_app(backend, settings):
+        found.append(settings)
+        raise BundleError("that is all")
+
+    monkeypatch.setattr(serve, "_backend", lambda *_: None)
+    monkeypatch.setattr(app, "create_app", create_app)
+    monkeypatch.setattr(logs, "configuration", lambda _: {"version": 1, "incremental": True})
+    assert CliRunner().invoke(serve.command, [str(tmp_path), "--host", host, "--port", "0"]).exit_code != 0
+    assert [settings.is_local for settings in found] == [is_local]
+
+
 def test_request_ids_and_lines(engine, caplog):
     caplog.set_level("INFO", "nemo_build.requests")
     with served(EngineBackend(engine)) as server:
@@ -137,7 +201,10 @@ def test_too_many_requests(slow):
             assert server.client.get("/ready").status_code == 200
         assert server.idle()
         assert server.client.post(COMPLETE, json={"prompt": "a", "n": 3}).status_code == 200
-        assert server.client.post(COMPLETE, json={"prompt": "a", "n": 4}).status_code == 429
+        for path, body in ((COMPLETE, {"prompt": ["a", "b"], "n": 2}), (CHAT, {**LONG, "n": 4})):
+            never = server.client.post(path, json=body)
+            assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+            assert "3 answers" in never.json()["error"]["message"]
 
 
 def test_an_engine_that_fails(engine):

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
+from nemo_build.errors import BundleError
 from nemo_build.runtime import Engine
-from nemo_build.runtime.server.backend import EngineBackend
+from nemo_build.runtime.chat import AnswerParser, Content
+from nemo_build.runtime.sampling import TokenLogprobs
+from nemo_build.runtime.server import sse
+from nemo_build.runtime.server.answers import Choice
+from nemo_build.runtime.server.backend import EngineBackend, Piece
 from nemo_build.runtime.server.errors import ApiError
 from nemo_build.runtime.server.response_input import messages_of
+from nemo_build.runtime.server.response_logprobs import ContentLogprobs
+from nemo_build.runtime.stopping import FinishReason
 
 from .serving import Served, served
 from .test_server_structured import SCHEMA, WEATHER
@@ -119,6 +127,120 @@ def test_logprobs_of_items(server):
     logprobs = found["output"][0]["content"][0]["logprobs"]
     assert len(logprobs) == 6
     assert all(len(t["top_logprobs"]) == 2 for t in logprobs)
+
+
+def told_of(server: Served, response: dict) -> list[tuple[str, list]]:
+    """Each message's text, and the texts of the tokens that its log-probabilities are of."""
+    parts = [item["content"][0] for item in response["output"] if item["type"] == "message"]
+    return [(part["text"], [bytes(t["bytes"]).decode() for t in part["logprobs"]]) for part in parts]
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_logprobs_are_those_of_the_message_alone(server, speculates):
+    ask = {"input": "hello", "temperature": 0, "max_output_tokens": 80, "top_logprobs": 1}
+    ask["nemo"] = {"speculate": speculates}
+    response = server.post(RESPONSES, **ask)
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
+    [(text, tokens)] = told_of(server, response)
+    assert len(tokens) > 3
+    assert "".join(tokens) == text
+    found = events(server, **ask)
+    assert found[-1]["response"]["output"][1]["content"] == response["output"][1]["content"]
+    deltas = [e for e in found if e["type"] == "response.output_text.delta"]
+    assert [t for e in deltas for t in e["logprobs"]] == response["output"][1]["content"][0]["logprobs"]
+    assert all("".join(t["token"] for t in e["logprobs"]) == e["delta"] for e in deltas)
+
+
+def test_white_space_that_is_held_back_keeps_its_logprobs(server):
+    form = {"guided_regex": "a\n\nd \n b", "reasoning": {"effort": "none"}, "top_logprobs": 0}
+    response = server.post(
+        RESPONSES, input="hello", temperature=0, **form, include=["message.output_text.logprobs"]
+    )
+    [(text, tokens)] = told_of(server, response)
+    assert text == "a\n\nd \n b"
+    assert "".join(tokens) == text
+
+
+def of_pieces(pieces: list[str], ends: list[int] = (), **options) -> list[tuple[str, list[str]]]:
+    """Each run of content, and the pieces that its log-probabilities are of; steps end behind the pieces `ends`."""
+    told = ContentLogprobs()
+    choice = Choice(0, AnswerParser(**options), told)
+    last = len(pieces) - 1
+    step, found = [], []
+    for i, text in enumerate(pieces):
+        reason = FinishReason.LENGTH if i == last else None
+        step.append(Piece(text, i, logprobs=TokenLogprobs(i, -1.0, ()), finish_reason=reason))
+        if i in ends or i == last:
+            runs = [d.text for d in choice.push(step) if isinstance(d, Content)]
+            assert len(runs) == len(told.parts)
+            found += zip(runs, [[pieces[t.token] for t in part] for part in told.parts], strict=True)
+            step = []
+    return found
+
+
+CALL = ["<tool_call>", "\n", "<function=", "f", ">", "\n", "</function>", "\n", "</tool_call>"]
+TAKEN_APART = [
+    (["I", "I", "</think>", "I", " can"], True, "I can", [3, 4]),
+    (["I", "</thi", "nk>I", " can"], True, "I can", [2, 3]),
+    (["</think>", "\n\n", "so", "\n", "\n", "and", "\n"], True, "so\n\nand\n", [2, 3, 4, 5, 6]),
+    (["so\n", "and", " <", "b", ">"], False, "so\nand <b>", [0, 1, 2, 3, 4]),
+    (["so", "", "", "é", "", "!"], False, "soé!", [0, 1, 2, 3, 4, 5]),
+    (["so", "\n", *CALL, "\n", "then"], False, "so\n\nthen", [0, 1, 11, 12]),
+    (["why", *CALL, "</think>", "so"], True, "so", [11]),
+    (["so", *CALL, *CALL], False, "so", [0]),
+]
+
+
+@pytest.mark.parametrize(("pieces", "thinking", "text", "tokens"), TAKEN_APART)
+@pytest.mark.parametrize("by", [1, 2, 99])
+def test_which_tokens_content_is_of(pieces, thinking, text, tokens, by):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    ends = list(range(by - 1, len(pieces), by))
+    found = of_pieces(pieces, ends, thinking=thinking, tools=tools)
+    assert "".join(run for run, _ in found) == text
+    # Which of several that are alike it is of white space around a call is not told from its text.
+    assert [piece for _, told in found for piece in told] == [pieces[i] for i in tokens]
+
+
+def test_content_on_both_sides_of_a_call_has_its_own():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    runs = of_pieces(["so", *CALL, "then", " it"], thinking=False, tools=tools)
+    assert runs == [("so", ["so"]), ("then it", ["then", " it"])]
+
+
+class Failing(EngineBackend):
+    """An engine that fails before its first token, or behind it; but not the probe."""
+
+    behind = False
+
+    async def stream(self, prompt, params, scheduling, **options):
+        if len(prompt) == 1:
+            async for piece in super().stream(prompt, params, scheduling, **options):
+                yield piece
+            return
+        if self.behind:
+            yield Piece("a", 1, prompt_tokens=1, cached_tokens=0)
+        await asyncio.sleep(0.2)
+        raise BundleError("The engine fails.")
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_failure_behind_the_status_ends_a_response(demo_engine_directory, monkeypatch, behind):
+    monkeypatch.setattr(sse, "_PATIENCE_SECONDS", 0.02)
+    monkeypatch.setattr(Failing, "behind", behind)
+    with served(Failing(Engine.load(demo_engine_directory, threads=1))) as failing:
+        found = events(failing, input="hello", reasoning={"effort": "none"})
+        kinds = [e["type"] for e in found]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.failed"
+        assert kinds.count("response.created") == 1
+        response = found[-1]["response"]
+        assert response["status"] == "failed"
+        assert response["error"] == {"code": "server_error", "message": "The engine fails."}
+        monkeypatch.setattr(sse, "_PATIENCE_SECONDS", 20)
+        if not behind:
+            answer = failing.client.post(RESPONSES, json={"input": "hello", "stream": True})
+            assert answer.status_code == 500
 
 
 def test_what_is_refused(server):

@@ -83,6 +83,20 @@ def test_an_error_behind_it_is_the_last_event():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("steps", [(0.1,), (b"data: 1\n\n",)], ids=["before", "behind"])
+def test_an_answer_may_have_an_event_of_its_own_for_an_error(steps):
+    async def main() -> None:
+        connection, closed = Connection(), []
+        failing = events(*steps, ApiError(429, "no", code="x"), closed=closed)
+        stream = EventStream(failing, lambda error: b"event: failed\ndata: %b\n\n" % error.message.encode())
+        await (await stream.begin(connection.receive))(connection.scope, connection.receive, connection.send)
+        assert connection.status == 200
+        assert connection.body.endswith(b"event: failed\ndata: no\n\n")
+        assert connection.record.error == "x"
+
+    asyncio.run(main())
+
+
 def test_who_waits_is_told():
     async def main() -> None:
         connection, closed = Connection(), []

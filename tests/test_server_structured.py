@@ -102,6 +102,14 @@ def test_the_other_forms(server):
     assert content(response_format={"type": "text"})
 
 
+def test_a_stop_string_in_the_thinking_ends_the_answer(server):
+    thought = server.post(CHAT, **ASK)["choices"][0]["message"]["reasoning"]
+    form = {"response_format": format_of(SCHEMA), "stop": thought[4:9]}
+    [choice] = server.post(CHAT, **ASK, **form)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", None)
+    assert choice["message"]["reasoning"] == thought[: thought.index(thought[4:9])]
+
+
 def test_forms_that_cannot_be(server):
     cases = [
         ({"guided_regex": "(", "enable_thinking": False}, None),
@@ -169,6 +177,25 @@ def test_tools_without_choice_and_with_a_form(server):
     assert refused["param"] == "response_format"
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     assert server.post(CHAT, **{**ASK, "max_tokens": 5}, tools=[strict])["choices"]
+
+
+def test_tools_that_may_not_be_called_are_not_shown(server):
+    def prompt(**change) -> int:
+        return server.post(CHAT, **{**ASK, "max_tokens": 1}, **change)["usage"]["prompt_tokens"]
+
+    assert prompt(tools=[WEATHER], tool_choice="none") == prompt() < prompt(tools=[WEATHER])
+    twice = server.refused(CHAT, **ASK, tools=[WEATHER, WEATHER], tool_choice="none")
+    assert twice["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", "[" * 100_000, "[" * 900 + "]" * 900, '{"a":' * 990 + "1" + "}" * 990]
+)
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_schemas_beside_tools_that_are_none(server, text, choice):
+    for form in ({"guided_json": text}, {"structured_outputs": {"json": text}}):
+        error = server.refused(CHAT, **ASK, **form, tools=[WEATHER], tool_choice=choice)
+        assert len(error["message"]) < 1000
 
 
 def test_one_of_two_forms_beside_tools(server):

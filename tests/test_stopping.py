@@ -184,10 +184,19 @@ def test_end(
     assert (shown, step.finish_reason, step.matched, num_tokens) == (text, reason, matched, taken)
 
 
-def test_included_end_token_is_shown_only_if_special_tokens_are() -> None:
-    for skip, text in ((True, ""), (False, "</s>")):
-        stopper = state(replace(BASE, include_stop=True), skip_special_tokens=skip)
+def test_an_end_token_is_shown_only_if_the_request_names_it_and_special_tokens_are_shown() -> None:
+    for named, skip, text in (((EOS,), True, ""), ((EOS,), False, "</s>"), ((1,), False, "")):
+        params = replace(BASE, include_stop=True, stop_token_ids=named)
+        stopper = state(params, skip_special_tokens=skip)
         assert stopper.push(EOS) == StepText(text, FinishReason.STOP, EOS)
+
+
+def test_an_end_that_nothing_can_follow_ends_the_text_whatever_the_parameters_say() -> None:
+    stopper = state(
+        replace(BASE, ignore_eos=True, include_stop=True, min_tokens=5), skip_special_tokens=False
+    )
+    assert stopper.push(ord("a"), final=False).emit == "a"
+    assert stopper.push(EOS, final=True) == StepText("", FinishReason.STOP, EOS)
 
 
 def test_cancel_shows_what_was_held_back() -> None:

@@ -145,6 +145,50 @@ def test_json_that_is_no_call(text: str) -> None:
 # --- missing ends ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("end", "is_cut"),
+    [
+        ("", True),
+        ("<parameter=te", True),
+        ("<parameter=text>\nx", True),
+        ("<parameter=text>\nx\n</param", True),
+        ("<parameter=text>\nx\n</parameter>\n", True),
+        ("</func", True),
+        ("</function>", False),
+        ("</tool_call>", False),
+        ("</function>\n</tool_c", False),
+        ("<parameter=text>\nx\n</function>\n</tool_call>", False),
+        (f"</function></tool_call>{WRITE}", True),
+        ('</function></tool_call><tool_call>{"name": "list"}', False),
+    ],
+)
+def test_whether_the_end_cuts_a_call_off(end: str, is_cut: bool) -> None:
+    text = WRITE + BODY + end
+    for pieces in ([text], list(text)):
+        parser = AnswerParser(thinking=False, tools=TOOLS)
+        for piece in pieces:
+            parser.push(piece)
+        assert not parser.is_call_cut
+        parser.finish()
+        assert parser.has_tool_calls
+        assert parser.is_call_cut == is_cut
+
+
+def test_a_call_that_text_ends_is_not_cut_off() -> None:
+    parser = AnswerParser(thinking=False, tools=TOOLS)
+    parser.push(f"{WRITE}and so on")
+    assert parser.finish() == []
+    assert parser.has_tool_calls
+    assert not parser.is_call_cut
+
+
+def test_a_call_that_is_left_out_is_not_cut_off() -> None:
+    parser = AnswerParser(thinking=False, tools=TOOLS, parallel=False)
+    parser.push(call("list") + WRITE)
+    parser.finish()
+    assert not parser.is_call_cut
+
+
 @pytest.mark.parametrize("ends", ["", "</function>", "</tool_call>", "</function>\n</tool_call>"])
 @pytest.mark.parametrize("end", ["", "</parameter>\n"])
 def test_missing_ends(end: str, ends: str) -> None:

@@ -168,7 +168,7 @@ def test_token_ids_are_a_prompt_as_well(engine, serving):
 
 def test_control_tokens_are_shown_to_those_who_ask(engine, serving):
     end = engine.eos_ids[0]
-    bias = json.dumps({"logit_bias": {str(end): 100}, "include_stop": True})
+    bias = json.dumps({"logit_bias": {str(end): 100}, "include_stop": True, "stop_token_ids": [end]})
     for skips in (True, False):
         client = ask(
             serving, text_input="x", sampling_parameters=bias, skip_special_tokens=skips, return_details=True

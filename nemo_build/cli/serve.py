@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import logging
 import logging.config
 from pathlib import Path
@@ -111,17 +112,19 @@ def command(
     from nemo_build.runtime.server.context import Settings
     from nemo_build.runtime.server.run import Server, listen, url_of
 
-    settings = Settings(
-        names,
-        (*keys, *_keys(api_key_file)),
-        origins,
-        max_waiting,
-        max_request_bytes,
-        request_timeout,
-        metrics_alias,
-    )
+    given_keys = (*keys, *_keys(api_key_file))
     logging.config.dictConfig(logs.configuration(log_format))
     with listen(host, port) as listening:
+        settings = Settings(
+            names,
+            given_keys,
+            origins,
+            max_waiting,
+            max_request_bytes,
+            request_timeout,
+            metrics_alias,
+            is_local=ipaddress.ip_address(listening.getsockname()[0]).is_loopback,
+        )
         app = create_app(_backend(engine, triton, options), settings)
         url = url_of(listening)
 

@@ -19,13 +19,11 @@ any size give the same deltas joined:
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
-from nemo_build.runtime.chat.deltas import Content, Delta, Reasoning, ToolCallStart
+from nemo_build.runtime.chat.deltas import Content, Delta, Reasoning, joined
 from nemo_build.runtime.chat.scanning import SPACE, Scanner, Tags
 from nemo_build.runtime.chat.tools import (
     CALL,
@@ -115,6 +113,11 @@ class AnswerParser:
         """Whether a call has begun so far."""
         return self._calls.calls > 0
 
+    @property
+    def is_call_cut(self) -> bool:
+        """Whether the end of the text cut off the last call: neither its tags nor other text ended it."""
+        return self._calls.is_cut
+
     def push(self, text: str) -> list[Delta]:
         """What more text of the answer gives, so far as it is sure what it is."""
         self._scanner.add(text)
@@ -129,12 +132,12 @@ class AnswerParser:
         self._space.clear()
         if self._thought and not self._has_content and not self.has_tool_calls:
             last = "".join(self._thought)
-        return _joined([*deltas, Content(last)] if last else deltas)
+        return joined([*deltas, Content(last)] if last else deltas)
 
     def _read(self) -> list[Delta]:
         while self._calls.step() if self._calls.active else self._state():
             pass
-        deltas = _joined(self._out)
+        deltas = joined(self._out)
         self._out.clear()
         return deltas
 
@@ -229,17 +232,3 @@ class AnswerParser:
         self._has_content = True
         self._starts = self._is_behind_call = False
         self._out.append(Content(shown))
-
-
-def _joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """The same with neighbours of a kind in one."""
-    if len(deltas) < 2:
-        return list(deltas)
-    joined: list[Delta] = []
-    for _, group in itertools.groupby(deltas, key=lambda d: (type(d), getattr(d, "index", None))):
-        first, *more = group
-        if more and not isinstance(first, ToolCallStart):
-            text = "".join(d.text for d in more if not isinstance(d, ToolCallStart))
-            first = replace(first, text=first.text + text)
-        joined.append(first)
-    return joined

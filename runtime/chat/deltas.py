@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Content", "Delta", "Reasoning", "ToolCallArguments", "ToolCallStart"]
+__all__ = ["Content", "Delta", "Reasoning", "ToolCallArguments", "ToolCallStart", "joined"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,23 @@ class ToolCallArguments:
 
 
 Delta = Reasoning | Content | ToolCallStart | ToolCallArguments
+
+
+def joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """The same with those in one that go on with each other."""
+    found = list(deltas[:1])
+    for delta in deltas[1:]:
+        last = found[-1]
+        if isinstance(delta, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + delta.text)
+        elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + delta.text)
+        elif (
+            isinstance(delta, ToolCallArguments)
+            and isinstance(last, ToolCallArguments)
+            and delta.index == last.index
+        ):
+            found[-1] = ToolCallArguments(last.index, last.text + delta.text)
+        else:
+            found.append(delta)
+    return found

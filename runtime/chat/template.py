@@ -17,6 +17,7 @@ import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +37,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send an earlier turn's reasoning; templates read the first, a few the second."""
+
+_MOST_PROBLEMS = 64
+"""After so many, further messages are not looked at."""
 
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -100,8 +104,12 @@ _shown = reprlib.repr
 """Values in error messages, cut short: they come from clients."""
 
 
-def _plain(value: object, where: str, problems: list[str]) -> Any:
-    """A copy made of JSON's own types, so that no method of a richer object is within a template's reach."""
+def _plain(value: object, where: Callable[[], str], problems: list[str]) -> Any:
+    """A copy made of JSON's own types, so that no method of a richer object is within a template's reach.
+
+    `where` gives the value's place. It is not made before it is needed: nested objects with long names have places that
+    fill the memory.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -109,11 +117,17 @@ def _plain(value: object, where: str, problems: list[str]) -> Any:
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}", problems) for key, item in value.items()}
+        return {
+            str(key): _plain(item, partial(_below, where, f".{key}"), problems) for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{i}]", problems) for i, item in enumerate(value)]
-    problems.append(f"{where} is no JSON value but a {type(value).__name__}")
+        return [_plain(item, partial(_below, where, f"[{i}]"), problems) for i, item in enumerate(value)]
+    problems.append(f"{where()} is no JSON value but a {type(value).__name__}")
     return None
+
+
+def _below(where: Callable[[], str], step: str) -> str:
+    return where() + step
 
 
 def _join_parts(content: Sequence[object], where: str, problems: list[str]) -> str:
@@ -157,7 +171,7 @@ def _check_message(raw: object, where: str, problems: list[str]) -> dict[str, An
         problems.append(f"{where} must be an object, got {_shown(raw)}")
         return {}
     # Templates test whether a field is defined and would write a null one as "None".
-    message = {k: v for k, v in _plain(raw, where, problems).items() if v is not None}
+    message = {k: v for k, v in _plain(raw, lambda: where, problems).items() if v is not None}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         problems.append(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -195,7 +209,7 @@ def _check_tools(tools: object, problems: list[str]) -> list[Any] | None:
     if not isinstance(tools, (list, tuple)):
         problems.append(f"tools must be a list, got {_shown(tools)}")
         return None
-    plain: list[Any] = _plain(tools, "tools", problems)
+    plain: list[Any] = _plain(tools, lambda: "tools", problems)
     for i, tool in enumerate(plain):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -206,17 +220,20 @@ def _check_tools(tools: object, problems: list[str]) -> list[Any] | None:
 def _check_request(
     messages: object, tools: object, kwargs: Mapping[str, object], continue_final_message: bool
 ) -> dict[str, Any]:
-    """The template's variables, checked and plain; all problems are raised at once."""
+    """The template's variables, checked and plain; problems are raised at once, all of them unless they are many."""
     problems: list[str] = []
-    variables = {"documents": None} | {name: _plain(v, name, problems) for name, v in kwargs.items()}
+    variables = {"documents": None} | {
+        name: _plain(v, partial(str, name), problems) for name, v in kwargs.items()
+    }
     variables["tools"] = _check_tools(tools, problems)
     variables["messages"] = []
     if not isinstance(messages, (list, tuple)) or not messages:
         problems.append("messages must be a list of at least one message")
     else:
-        variables["messages"] = [
-            _check_message(message, f"messages[{i}]", problems) for i, message in enumerate(messages)
-        ]
+        for i, message in enumerate(messages):
+            variables["messages"].append(_check_message(message, f"messages[{i}]", problems))
+            if len(problems) >= _MOST_PROBLEMS:
+                break
     if continue_final_message and not problems:
         problems += _mark_final(variables["messages"][-1])
     if problems:
@@ -335,6 +352,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,  # `self` is a name that variables may have
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -357,8 +375,8 @@ class ChatTemplate:
             **kwargs: Further variables for the template, e.g. ``enable_thinking=False``.
 
         Raises:
-            RequestError: The messages, tools or variables are malformed (all problems are listed), or the
-                template refuses them.
+            RequestError: The messages, tools or variables are malformed (all problems are listed, unless they are
+                many), or the template refuses them.
             BundleError: The template itself tries what the sandbox forbids.
         """
         try:

@@ -27,8 +27,8 @@ mended, and what is no call stays text:
   tool.
 - Of two parameters of one name the first counts, for its text may have been sent already.
 - Text that is no tag, where a parameter or ``</function>`` should come, ends the call, and is content.
-- Where the text ends within a call, what came counts. What the end left of a tag is left out between parameters, and of
-  a closing tag in a value.
+- Where the text ends within a call, what came counts, and the call is told to be cut off. What the end left of a
+  tag is left out between parameters, and of a closing tag in a value.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class ToolCallReader:
 
     Attributes:
         calls: How many there were so far.
+        is_cut: Whether the end of the text cut off the last call that was sent.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ToolCallReader:
         send: Callable[[Delta], None],
     ) -> None:
         self.calls = 0
+        self.is_cut = False
         self._scanner = scanner
         self._known = known
         self._parallel = parallel
@@ -230,6 +232,11 @@ class ToolCallReader:
             self._writer.close()
         self._writer = self._state = None
 
+    def _cut(self) -> None:
+        """The text ends within the call."""
+        self.is_cut = self._parallel or self.calls == 1
+        self._close()
+
     def _function(self) -> bool:
         """Between the parameters."""
         self._scanner.space()
@@ -243,7 +250,10 @@ class ToolCallReader:
             self._scanner.drop_cut(_IN_FUNCTION)
             if tag in (CALL, FUNCTION):
                 self._scanner.back(tag)
-            self._close()
+            if tag or not self._scanner.ended:
+                self._close()
+            else:
+                self._cut()
         return True
 
     def _parameter_name(self) -> bool:
@@ -253,7 +263,7 @@ class ToolCallReader:
             self._begin_value("".join(self._name))
             self._has_begun = end == "\n"
         elif self._scanner.ended:
-            self._close()
+            self._cut()
         return bool(end)
 
     # --- a value ---------------------------------------------------------------------------------------------
@@ -284,7 +294,7 @@ class ToolCallReader:
             if not (text.startswith("</") and _IN_VALUE.may_begin(text)):
                 self._value_text(text)
             self._end_value()
-            self._close()
+            self._cut()
             return True
         self._value_text(text)
         if tag != PARAMETER_END and not self._at_line_start:

@@ -8,7 +8,9 @@ a model cannot go on with blanks for ever. What the library cannot hold to is re
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from nemo_build.errors import RequestError
@@ -27,11 +29,8 @@ EXACTLY: Mapping[str, Any] = {
 """How the library reads a schema, whatever the schema itself says of that (``x-guidance``)."""
 
 _MOST_MULTIPLE = 100_000
-"""The library makes a state machine of as many states as ``multipleOf`` says, zeros at its end aside; a million of them
-take many seconds."""
-
-_VALUES = ("const", "default", "enum", "examples")
-"""Members of a schema that are no schemas."""
+"""The library makes a state machine of as many states as ``multipleOf`` says, zeros at its end aside; where schemas
+come together, of as many as their least common multiple. A million take seconds and hundreds of megabytes."""
 
 
 def grammar(text: str, vocabulary: Vocabulary) -> str:
@@ -56,29 +55,40 @@ def grammar(text: str, vocabulary: Vocabulary) -> str:
 
 
 def check_multiples(schema: Any) -> None:
-    """Refuse a schema with which the library would be busy for long.
+    """Refuse schemas with which the library would be busy for long.
+
+    Each ``multipleOf`` counts wherever it stands, also within ``default`` and the like: references may lead there.
+
+    Args:
+        schema: The value of a JSON text that holds them all.
 
     Raises:
-        RequestError: A ``multipleOf`` in it is too large.
+        RequestError: The numbers in ``multipleOf`` are too large together.
     """
-    waiting = [schema]
+    together, waiting = 1, [schema]
     while waiting:
         found = waiting.pop()
         if isinstance(found, list):
             waiting += found
         elif isinstance(found, dict):
             multiple = found.get("multipleOf")
-            if isinstance(multiple, (int, float)) and _states(multiple) > _MOST_MULTIPLE:
-                raise RequestError(
-                    f"multipleOf is {multiple}; at most {_MOST_MULTIPLE}, zeros at its end aside, can be held to."
-                )
-            waiting += [value for name, value in found.items() if name not in _VALUES]
+            if isinstance(multiple, (int, float)):
+                together = math.lcm(together, _states(multiple))
+                if together > _MOST_MULTIPLE:
+                    raise RequestError(
+                        f"multipleOf is {str(multiple)[:40]}; the least common multiple of all of them, without the "
+                        f"decimal point and zeros at the end, may be at most {_MOST_MULTIPLE}."
+                    )
+            waiting += found.values()
 
 
-def _states(multiple: float) -> float:
-    while multiple >= 10 and multiple % 10 == 0:
-        multiple //= 10
-    return multiple
+def _states(multiple: float) -> int:
+    """The digits of a number, without zeros at their end."""
+    digits = Decimal(repr(multiple)).as_tuple().digits
+    number = int("".join(map(str, digits)))
+    while number and number % 10 == 0:
+        number //= 10
+    return number or 1  # zero and infinity are left to the library, which refuses them
 
 
 def parse_json(text: str, what: str) -> Any:

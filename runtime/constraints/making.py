@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as OutOfTimeError
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,8 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size, eos_ids)
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: dict[Future[_Compiled], Grammar] = {}  # to be compiled, in this order
+        self._workers = 0
         self._compiled: OrderedDict[tuple[str, str], Future[_Compiled]] = OrderedDict()
 
     def guide(self, params: SamplingParams) -> Guide | None:
@@ -79,27 +81,77 @@ class Constraints:
             raise RequestError(
                 f"The grammar has {len(grammar.text)} characters; at most {_MOST_TEXT} are taken."
             )
-        key = grammar.kind, grammar.text
-        with self._lock:
-            found = self._compiled.pop(key, None)
-            if found is None:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(_COMPILERS, "grammar")
-                found = self._pool.submit(_compile, grammar, self._vocabulary)
-            self._compiled[key] = found
-            while len(self._compiled) > _MOST_KEPT:
-                self._compiled.popitem(last=False)
-        try:
-            error = found.exception(_COMPILE_SECONDS)
-        except OutOfTimeError:
-            raise RequestError(
-                f"The grammar takes more than {_COMPILE_SECONDS:g} seconds to compile.",
-                hint="Large bounds of lengths and numbers, and multiples of large ones, are what takes time.",
-            ) from None
+        until = time.monotonic() + _COMPILE_SECONDS
+        while True:
+            found = self._find(grammar)
+            try:
+                error = found.exception(until - time.monotonic())
+                break
+            except CancelledError:  # by another who waited for it longer
+                continue
+            except OutOfTimeError:
+                if self._withdraw(grammar, found):
+                    raise RequestError(
+                        f"The grammar could not be compiled within {_COMPILE_SECONDS:g} seconds, because others were.",
+                        hint="Try again later.",
+                    ) from None
+                raise RequestError(
+                    f"The grammar takes more than {_COMPILE_SECONDS:g} seconds to compile.",
+                    hint="Large bounds of lengths and numbers, and multiples of large ones, are what takes time.",
+                ) from None
         if isinstance(error, RequestError):
             # Each asker gets one of its own, for the one that is kept would gather tracebacks.
             raise RequestError(error.headline, error.problems, error.hint)
         return found.result()
+
+    def _find(self, grammar: Grammar) -> Future[_Compiled]:
+        """The grammar that is compiled, or will be."""
+        key = grammar.kind, grammar.text
+        with self._lock:
+            found = self._compiled.pop(key, None)
+            if found is None:
+                found = Future()
+                self._waiting[found] = grammar
+                if self._workers < _COMPILERS:
+                    self._workers += 1
+                    # The end of the process waits for no daemon, as it would for the threads of an executor.
+                    threading.Thread(target=self._work, name="grammar", daemon=True).start()
+            self._compiled[key] = found
+            while len(self._compiled) > _MOST_KEPT:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _work(self) -> None:
+        """Compile grammars while there are any."""
+        while (taken := self._next()) is not None:
+            grammar, found = taken
+            try:
+                compiled = _compile(grammar, self._vocabulary)
+            except BaseException as error:  # whoever waits for it gets it
+                found.set_exception(error)
+            else:
+                found.set_result(compiled)
+
+    def _next(self) -> tuple[Grammar, Future[_Compiled]] | None:
+        """The grammar that has waited longest; without any this thread is one less."""
+        with self._lock:
+            if not self._waiting:
+                self._workers -= 1
+                return None
+            found = next(iter(self._waiting))
+            found.set_running_or_notify_cancel()
+            return self._waiting.pop(found), found
+
+    def _withdraw(self, grammar: Grammar, found: Future[_Compiled]) -> bool:
+        """Compile no grammar whose turn has not come; whether it had not."""
+        key = grammar.kind, grammar.text
+        with self._lock:
+            if not found.cancel():
+                return False
+            del self._waiting[found]
+            if self._compiled.get(key) is found:
+                del self._compiled[key]
+            return True
 
 
 class _Compiled:

@@ -39,8 +39,12 @@ _SCOPES = ("$defs", "definitions")
 _UNDERSTOOD = {"properties", "required", "additionalProperties", *_SCOPES, *_ANNOTATIONS}
 """Members of the schema of a function's parameters that are honoured, or say nothing."""
 
-_MOST_STEPS = 16
-"""How far references, and alternatives within alternatives, are followed; more is a circle."""
+_MOST_REFERENCES = 16
+"""How far references are followed that lead to references; more is a circle."""
+
+_MOST_WORK = 4 << 20
+"""Characters of JSON schemas in the library's grammar, where each parameter has the definitions anew, and steps towards
+what parameters refer to. Usual tools have thousands."""
 
 _TERMINALS = r"""
 RAW: (/(?s:.*)/ & ~/(?s:.*)<\/parameter>(?s:.*)/) "\n</parameter>\n"
@@ -64,6 +68,7 @@ def grammar(text: str, vocabulary: Vocabulary) -> str:
     problems: list[str] = []
     if not isinstance(given, Mapping):
         raise RequestError("The description of the tools must be a JSON object.")
+    check_multiples(given)
     functions = _functions(given.get("tools"), problems)
     choice, parallel = given.get("choice", "auto"), given.get("parallel", True)
     named = choice not in ("auto", "required")
@@ -75,8 +80,9 @@ def grammar(text: str, vocabulary: Vocabulary) -> str:
     if not (content is None or isinstance(content, Mapping)):
         problems.append(f"content must be a JSON schema, got {content!r}")
     rules: list[str] = []
+    work = _Work()
     for i, (name, schema) in enumerate(functions.items()):
-        own = _function(i, name, schema, problems)
+        own = _function(i, name, schema, problems, work)
         rules += own if not named or name == choice else []
     if problems:
         raise RequestError("The tools cannot be used:", problems)
@@ -89,6 +95,22 @@ def grammar(text: str, vocabulary: Vocabulary) -> str:
         _TERMINALS,
     ]
     return LLMatcher.grammar_from_lark("\n".join(lines))
+
+
+class _Work:
+    """How much work the schemas of one grammar may make."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_WORK
+
+    def add(self, count: int) -> None:
+        """So much more was done. Raises RequestError if it is too much."""
+        self._left -= count
+        if self._left < 0:
+            raise RequestError(
+                "The tools cannot be used: their parameters refer to too much.",
+                hint="Definitions count again for each parameter that refers to one: make them smaller or fewer.",
+            )
 
 
 def _mark(mark: str, vocabulary: Vocabulary) -> str:
@@ -136,7 +158,7 @@ def _is_name(name: str) -> bool:
     return name != "" and not set(name) & set(">\n")
 
 
-def _function(number: int, name: str, schema: object, problems: list[str]) -> list[str]:
+def _function(number: int, name: str, schema: object, problems: list[str], work: _Work) -> list[str]:
     """The rules of one function; the first is that of its name and parameters."""
     where = f"function {name!r}"
     if not isinstance(schema, Mapping):
@@ -155,6 +177,7 @@ def _function(number: int, name: str, schema: object, problems: list[str]) -> li
         problems.append(f"{where}: properties must be an object, and required a list of names")
         return []
     properties = dict(properties) | {key: {} for key in required if key not in properties}
+    required = set(required)
     problems += [f"{where}: {key!r} is no name of a parameter" for key in properties if not _is_name(key)]
     head = f"function_{number}"
     if not properties and schema.get("additionalProperties", True) is not False:
@@ -162,44 +185,47 @@ def _function(number: int, name: str, schema: object, problems: list[str]) -> li
     parts, rules = [literal(f"{name}>\n")], []
     for i, (key, value) in enumerate(properties.items()):
         rule = f"parameter_{number}_{i}"
-        body = _value(value, schema, f"{where}, parameter {key!r}", problems)
+        body = _value(value, schema, f"{where}, parameter {key!r}", problems, work)
         rules.append(f"{rule}: {literal(f'<parameter={key}>' + chr(10))} {body}")
         parts.append(rule if key in required else f"{rule}?")
     return [f"{head}: {' '.join(parts)}", *rules]
 
 
-def _value(schema: object, root: Mapping[str, Any], where: str, problems: list[str]) -> str:
+def _value(schema: object, root: Mapping[str, Any], where: str, problems: list[str], work: _Work) -> str:
     """A parameter's value and the end of it."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
         problems.append(f"{where}: its schema must be an object, got {schema!r}")
         return "RAW"
-    resolved = _resolved(schema, root)
+    resolved = _resolved(schema, root, work)
     literals = [resolved["const"]] if "const" in resolved else resolved.get("enum")
     if isinstance(literals, list) and literals:
         texts = [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in literals]
         problems += [f"{where}: {t!r} cannot be told from its end" for t in texts if _CLOSE in t]
         return f"({' | '.join(literal(t + chr(10) + _CLOSE + chr(10)) for t in texts)})"
-    if _may_be_string(resolved, root):
+    if _may_be_string(resolved, root, work):
         return "RAW"
-    scopes = {scope: root[scope] for scope in _SCOPES if scope in root}
-    return f'{_inline({**scopes, **schema})} "\\n{_CLOSE}\\n"'
+    body = _inline(schema)
+    if '"$ref"' in body:
+        body = _inline({**{scope: root[scope] for scope in _SCOPES if scope in root}, **schema})
+    work.add(len(body))
+    return f'{body} "\\n{_CLOSE}\\n"'
 
 
 def _inline(schema: Mapping[str, Any]) -> str:
     """JSON of a schema, within a grammar."""
-    check_multiples(schema)
     return f"%json {json.dumps({**schema, 'x-guidance': dict(EXACTLY)}, ensure_ascii=False)}"
 
 
-def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any], work: _Work) -> Mapping[str, Any]:
     """A schema, or what it refers to; where that is nothing, the library says so."""
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref")
         found: Any = root
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema
+        work.add(len(reference))
         for step in reference[2:].split("/"):
             found = found.get(step) if isinstance(found, Mapping) else None
         if not isinstance(found, Mapping):
@@ -208,14 +234,29 @@ def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
     return schema
 
 
-def _may_be_string(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> bool:
+def _may_be_string(schema: Mapping[str, Any], root: Mapping[str, Any], work: _Work) -> bool:
     """Whether a value may be a string, so that it stands there as it is."""
-    if "$ref" in schema or depth > _MOST_STEPS:
-        return False
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            members = [_resolved(m, root) for m in schema[key] if isinstance(m, Mapping)]
-            return any(_may_be_string(m, root, depth + 1) for m in members)
+    waiting, seen = [schema], {id(schema)}
+    while waiting:
+        found = waiting.pop()
+        if "$ref" in found:
+            continue
+        members = next((found[key] for key in ("anyOf", "oneOf") if isinstance(found.get(key), list)), None)
+        if members is None:
+            if _is_string(found):
+                return True
+            continue
+        for member in members:
+            work.add(1)
+            alternative = _resolved(member, root, work) if isinstance(member, Mapping) else None
+            if alternative is not None and id(alternative) not in seen:  # each once, whoever refers to it
+                seen.add(id(alternative))
+                waiting.append(alternative)
+    return False
+
+
+def _is_string(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema without alternatives has strings."""
     kind = schema.get("type")
     if kind is None:
         return not ({"properties", "items", "allOf"} & schema.keys())

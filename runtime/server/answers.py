@@ -12,9 +12,10 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring as quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_build.runtime.chat import AnswerParser, Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from nemo_build.runtime.chat import AnswerParser, Content, Delta, Reasoning, ToolCallStart
+from nemo_build.runtime.chat.deltas import joined
 from nemo_build.runtime.sampling import TokenLogprobs
 from nemo_build.runtime.server.backend import Piece
 from nemo_build.runtime.server.context import ServerContext
@@ -24,6 +25,9 @@ from nemo_build.runtime.server.record import Record
 from nemo_build.runtime.server.sse import DONE
 from nemo_build.runtime.stopping import FinishReason
 from nemo_build.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nemo_build.runtime.server.response_logprobs import ContentLogprobs
 
 __all__ = [
     "Answers",
@@ -67,28 +71,13 @@ def nemo_member(pieces: Sequence[Piece], usage: Usage, speculator: str | None) -
     }
 
 
-def _joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """The same with those in one that go on with each other."""
-    joined = list(deltas[:1])
-    for delta in deltas[1:]:
-        last = joined[-1]
-        if isinstance(delta, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + delta.text)
-        elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + delta.text)
-        elif isinstance(delta, ToolCallArguments) and isinstance(last, ToolCallArguments):
-            joined[-1] = ToolCallArguments(last.index, last.text + delta.text)
-        else:
-            joined.append(delta)
-    return joined
-
-
 class Choice:
     """One answer of several.
 
     Args:
         index: Which.
         parser: Takes it apart.
+        told: Told of every piece, where the log-probabilities of content alone are wanted.
 
     Attributes:
         index: As given.
@@ -97,31 +86,44 @@ class Choice:
         finish: How it ended.
     """
 
-    def __init__(self, index: int, parser: AnswerParser) -> None:
+    def __init__(self, index: int, parser: AnswerParser, told: ContentLogprobs | None = None) -> None:
         self.index = index
         self.logprobs: list[TokenLogprobs] = []
         self.thought = 0
         self.finish: str | None = None
-        self._parser = parser
+        self._parser, self._told = parser, told
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[ToolCallStart, list[str]]] = []
 
     def push(self, pieces: Sequence[Piece]) -> list[Delta]:
         """Take new pieces; what they add."""
-        parser = self._parser
+        parser, told = self._parser, self._told
+        if told is not None:
+            told.begin()
         deltas: list[Delta] = []
         for piece in pieces:
             if piece.token_id is not None and parser.state == "reasoning":
                 self.thought += 1
-            if piece.text:
-                deltas += parser.push(piece.text)
+            found = parser.push(piece.text) if piece.text else []
+            if told is not None:
+                told.take(piece, found, parser.state)
+            deltas += found
         reason = pieces[-1].finish_reason
         if reason is not None:
-            deltas += parser.finish()
+            found = parser.finish()
+            if told is not None:
+                told.finish(found)
+            deltas += found
             name = finish_name(reason)
-            self.finish = "tool_calls" if name == "stop" and parser.has_tool_calls else name
-        return deltas if len(deltas) < 2 else _joined(deltas)
+            is_called = parser.has_tool_calls and not parser.is_call_cut
+            self.finish = "tool_calls" if name == "stop" and is_called else name
+        return deltas if len(deltas) < 2 else joined(deltas)
+
+    @property
+    def is_call_cut(self) -> bool:
+        """Whether the end of the text cut off the last call."""
+        return self._parser.is_call_cut
 
     def keep(self, deltas: Sequence[Delta]) -> None:
         """Put what was added to the whole."""

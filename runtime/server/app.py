@@ -63,6 +63,8 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
     app.add_middleware(
         Edge,
         keys=settings.keys,
+        origins=settings.origins,
+        is_local=settings.is_local,
         most_bytes=settings.max_request_bytes,
         count_error=server.metrics.count_error,
         paths=lambda: app.openapi()["paths"],

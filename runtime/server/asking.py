@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from nemo_build.errors import RequestError
 from nemo_build.runtime.params import Grammar, SamplingParams
 from nemo_build.runtime.request import Scheduling
+from nemo_build.runtime.server.backend import PROBE_PRIORITY
 from nemo_build.runtime.server.context import ServerContext
 from nemo_build.runtime.server.errors import ApiError, as_api_error
 from nemo_build.runtime.server.schemas.common import Body, ResponseFormat, Sampling
@@ -49,6 +50,12 @@ _SAME = (
 )
 """Members that the runtime calls the same."""
 
+_LEAST_TOP_P = 1e-30
+"""In place of OpenAI's 0, which keeps the likeliest token alone, as this does."""
+
+_MOST_PRIORITY = PROBE_PRIORITY - 1
+"""The probe that finds out whether the engine generates goes first."""
+
 _MOST_LOGGED = 100
 
 _logged: set[str] = set()
@@ -56,10 +63,13 @@ _logged: set[str] = set()
 
 def log_unknown(body: BaseModel) -> None:
     """Log the members of a body that mean nothing here, each once: they may be misspelt."""
-    for name in _unknown(body, ""):
-        if name not in _logged and len(_logged) < _MOST_LOGGED:
+    for found in _unknown(body, ""):
+        if len(_logged) >= _MOST_LOGGED:
+            return
+        name = found[:100]
+        if name not in _logged:
             _logged.add(name)
-            _log.warning("member %r of a request means nothing to this server; it is ignored", name[:100])
+            _log.warning("member %r of a request means nothing to this server; it is ignored", name)
 
 
 def _unknown(body: BaseModel, prefix: str) -> Iterator[str]:
@@ -98,6 +108,8 @@ def sampling_params(
     given: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     given |= {"include_stop": body.include_stop_str_in_output, "stop": body.stop, "logprobs": logprobs}
     given["logit_bias"] = _logit_bias(body.logit_bias)
+    if body.top_p is not None:
+        given["top_p"] = max(body.top_p, _LEAST_TOP_P)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         given["min_tokens"] = max_tokens
     try:
@@ -125,7 +137,7 @@ def scheduling_of(body: Sampling, timeout: float | None) -> Scheduling:
     given = [t for t in (body.timeout, timeout) if t is not None]
     speculate = body.nemo is None or body.nemo.speculate is not False
     return Scheduling(
-        priority=body.priority or 0,
+        priority=max(-_MOST_PRIORITY, min(body.priority or 0, _MOST_PRIORITY)),
         timeout=min(given, default=None),
         salt=body.cache_salt,
         speculate=speculate,

@@ -28,15 +28,24 @@ if TYPE_CHECKING:
     from nemo_build.runtime.chat import ChatTemplate
     from nemo_build.runtime.sampling import TokenLogprobs
 
-__all__ = ["Backend", "EngineBackend", "Piece", "Statistics"]
+__all__ = [
+    "PROBE_PRIORITY",
+    "PROBE_SECONDS",
+    "Backend",
+    "BusyError",
+    "EngineBackend",
+    "Piece",
+    "Statistics",
+    "probe_params",
+]
 
-_PROBE_SECONDS = 60.0
+PROBE_SECONDS = 60.0
 """A probe that takes longer has failed."""
 
 _COMPILING = 4
 """Requests with grammars that are prepared at a time."""
 
-_PROBE_PRIORITY = 1000
+PROBE_PRIORITY = 1000
 """A probe is to be answered when all slots are taken, too."""
 
 
@@ -167,6 +176,11 @@ def _begin(piece: Piece, request: Request) -> None:
         piece.queued = request.admitted - request.arrival
 
 
+def probe_params(default: SamplingParams) -> SamplingParams:
+    """How a probe generates, where requests generate so that say nothing else."""
+    return replace(default, max_tokens=1, temperature=0.0)
+
+
 class BusyError(Exception):
     """Whatever generates has too much to do and refuses the request; it may be sent again later."""
 
@@ -240,9 +254,9 @@ class EngineBackend:
             await run.aclose()
 
     async def check(self) -> None:
-        params = replace(self.default_params, max_tokens=1, temperature=0.0)
-        scheduling = Scheduling(priority=_PROBE_PRIORITY)
-        async with asyncio.timeout(_PROBE_SECONDS):
+        params = probe_params(self.default_params)
+        scheduling = Scheduling(priority=PROBE_PRIORITY)
+        async with asyncio.timeout(PROBE_SECONDS):
             pieces = [piece async for piece in self.stream([self._probe_token()], params, scheduling)]
         if not any(piece.token_id is not None for piece in pieces):
             raise RuntimeError("the engine ended a request without a token")

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from nemo_build.errors import RequestError
 from nemo_build.runtime.chat import AnswerParser, opens_thinking, template_variables
+from nemo_build.runtime.constraints.json_schema import parse_json
 from nemo_build.runtime.params import Grammar, SamplingParams, Thinking
 from nemo_build.runtime.server.answers import ChatAnswer, Choice
 from nemo_build.runtime.server.asking import (
@@ -81,8 +82,7 @@ def routes(server: ServerContext) -> APIRouter:
         answers = body.n or 1
         server.gate.check(answers)
         request.state.record.span = span_of("chat", body, request, server)
-        conversation = await asyncio.to_thread(prepare, body, server)
-        asked = asked_of(body, conversation, server)
+        conversation, asked = await asyncio.to_thread(_ask, body, server)
         answer = ChatAnswer(
             server,
             request.state.record,
@@ -96,6 +96,11 @@ def routes(server: ServerContext) -> APIRouter:
         return JsonResponse(await until_gone(request.receive, answer.whole()))
 
     return router
+
+
+def _ask(body: ChatRequest, server: ServerContext) -> tuple[Conversation, list[Asked]]:
+    conversation = prepare(body, server)
+    return conversation, asked_of(body, conversation, server)
 
 
 def asked_of(body: ChatRequest, conversation: Conversation, server: ServerContext) -> list[Asked]:
@@ -138,7 +143,8 @@ def prepare(body: ChatRequest, server: ServerContext) -> Conversation:
     if grammar is not None:
         params = replace(params, grammar=replace(grammar, after_thinking=thinking))
     if thinking and budget is not None:
-        params = replace(params, thinking=Thinking.with_grace(budget))
+        names = [tool["function"]["name"] for tool in tools]
+        params = replace(params, thinking=Thinking.with_grace(budget, names))
     return Conversation(
         prompt,
         params,
@@ -198,7 +204,10 @@ def _budget(body: ChatRequest) -> int | None:
 
 
 def _tools(body: ChatRequest) -> tuple[list[dict[str, Any]], str]:
-    """The tools that may be called, and which must be. Raises ApiError if they make no sense."""
+    """The tools that may be called, and which must be. Raises ApiError if they make no sense.
+
+    With ``none`` the model is not told of tools either: it would call them all the same, in what is then text.
+    """
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     names = [tool["function"]["name"] for tool in tools]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -216,7 +225,7 @@ def _tools(body: ChatRequest) -> tuple[list[dict[str, Any]], str]:
     if choice == "required" and not tools:
         message = "tool_choice is required, but there are no tools."
         raise ApiError(400, message, param="tool_choice", code="invalid_value")
-    return tools, choice
+    return [] if choice == "none" else tools, choice
 
 
 def _check_parameters(schema: dict[str, Any] | None, where: str) -> None:
@@ -240,7 +249,7 @@ def _check_parameters(schema: dict[str, Any] | None, where: str) -> None:
 def _grammar(body: ChatRequest, tools: Sequence[dict[str, Any]], choice: str) -> Grammar | None:
     """What the answer has to look like, thinking apart."""
     form = output_grammar(body)
-    if not tools or choice == "none":
+    if not tools:
         return form
     parallel = body.parallel_tool_calls is not False
     given: dict[str, Any] = {"tools": tools, "choice": choice, "parallel": parallel}
@@ -248,10 +257,22 @@ def _grammar(body: ChatRequest, tools: Sequence[dict[str, Any]], choice: str) ->
         if form.kind not in _JSON_KINDS:
             message = "Beside tools that may be called, an answer can only have the form of JSON."
             raise ApiError(400, message, param="response_format", code="invalid_value")
-        given["content"] = {"type": "object"} if form.kind == "json_object" else json.loads(form.text)
+        given["content"] = {"type": "object"} if form.kind == "json_object" else _schema(form.text)
     elif choice == "auto" and not any(tool["function"].get("strict") for tool in tools):
         return None
-    return Grammar("tools", json.dumps(given))
+    try:
+        return Grammar("tools", json.dumps(given))
+    except RecursionError:
+        message = "The tools, or the form of the answer beside them, are nested too deeply."
+        raise ApiError(400, message, param="tools", code="invalid_value") from None
+
+
+def _schema(text: str) -> Any:
+    """A schema, which clients may give as text."""
+    try:
+        return parse_json(text, "The schema")
+    except RequestError as error:
+        raise as_api_error(error, "response_format") from error
 
 
 _JSON_KINDS = ("json_object", "json_schema")

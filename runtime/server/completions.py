@@ -59,7 +59,7 @@ def routes(server: ServerContext) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         log_unknown(body)
         check_model(body.model, server.names)
-        server.gate.check(1)
+        server.gate.check(_count(body))
         request.state.record.span = span_of("text_completion", body, request, server)
         completion = await asyncio.to_thread(_prepare, body, server, request.state.record)
         if body.stream:
@@ -79,9 +79,6 @@ def _prepare(body: CompletionRequest, server: ServerContext, record: Record) -> 
         message = "best_of other than n is not supported."
         raise ApiError(400, message, param="best_of", code="unsupported_value")
     prompts = _prompts(body, server)
-    if len(prompts) * answers > MOST_ANSWERS:
-        message = f"A request may have {MOST_ANSWERS} answers at most, all prompts together."
-        raise ApiError(400, message, param="prompt", code="invalid_value")
     if body.echo and body.logprobs is not None:
         message = "echo with logprobs is not supported: the log-probabilities of prompts are not computed."
         raise ApiError(400, message, param="echo", code="unsupported_value")
@@ -102,15 +99,28 @@ def _prepare(body: CompletionRequest, server: ServerContext, record: Record) -> 
     return _Completion(server, record, asked, answers, body)
 
 
+def _count(body: CompletionRequest) -> int:
+    """How many answers are wanted. Raises ApiError if they are too many."""
+    count = len(_each(body)) * (body.n or 1)
+    if count > MOST_ANSWERS:
+        message = f"A request may have {MOST_ANSWERS} answers at most, all prompts together."
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    return count
+
+
+def _each(body: CompletionRequest) -> Sequence[str | list[int]]:
+    """All prompts as they were given."""
+    given = body.prompt
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    return [given] if is_one else given  # type: ignore[list-item,return-value]
+
+
 def _prompts(body: CompletionRequest, server: ServerContext) -> list[list[int]]:
     """All prompts as token ids."""
-    given = body.prompt
-    each: Sequence[str | list[int]]
-    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-    each = [given] if is_one else given  # type: ignore[list-item,assignment]
     backend, special = server.backend, body.add_special_tokens is not False
     prompts = [
-        encode(server, p, "prompt", add_special_tokens=special) if isinstance(p, str) else p for p in each
+        encode(server, p, "prompt", add_special_tokens=special) if isinstance(p, str) else p
+        for p in _each(body)
     ]
     if not prompts or not all(prompts):
         raise ApiError(400, "A prompt has no tokens.", param="prompt", code="invalid_value")

@@ -29,6 +29,7 @@ class Settings:
         max_request_bytes: Of a body.
         timeout: Seconds that an answer may take; ``None``: any time.
         metrics_alias: As of :class:`~nemo_build.runtime.server.metrics.Metrics`.
+        is_local: The server listens on the loopback address only; see :class:`~nemo_build.runtime.server.limits.Edge`.
     """
 
     names: tuple[str, ...] = ()
@@ -38,6 +39,7 @@ class Settings:
     max_request_bytes: int = 16 << 20
     timeout: float | None = None
     metrics_alias: str | None = None
+    is_local: bool = False
 
 
 @dataclass

@@ -34,6 +34,9 @@ _TYPES = {
 _MOST_PROBLEMS = 8
 """Problems of a body that an answer lists."""
 
+_MOST_CHARACTERS = 400
+"""Of one problem, and of what says where it is."""
+
 _PLACE = re.compile(r"(?:(?:[\w-]+|\[\d+\])\.?)+")
 
 RETRY_SECONDS = 1
@@ -98,6 +101,17 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="unavailable", headers={"Retry-After": str(RETRY_SECONDS)})
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+
+
+def _listed(problems: Sequence[str]) -> str:
+    """Problems as one text: the first ones, each of a bounded length, for they may repeat what a client sent."""
+    shown = [_cut(problem) for problem in problems[:_MOST_PROBLEMS]]
+    more = len(problems) - len(shown)
+    return "; ".join([*shown, f"and {more} more"] if more else shown)
+
+
 def as_api_error(error: BaseException, param: str | None = None) -> ApiError:
     """What a client is told of an exception; what is no fault of the client's is logged.
 
@@ -108,11 +122,10 @@ def as_api_error(error: BaseException, param: str | None = None) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        lines = [error.headline, *error.problems]
-        found = _PLACE.match(error.problems[0]) if error.problems else None
+        found = _PLACE.match(_cut(error.problems[0])) if error.problems else None
         place = found[0].rstrip(".") if found else ""
         named = place if re.search(r"[_.\[]", place) or place in _MEMBERS else param
-        message = " ".join([lines[0], "; ".join(lines[1:]), error.hint]).strip()
+        message = " ".join([_cut(error.headline), _listed(error.problems), error.hint]).strip()
         return ApiError(400, message, param=named, code="invalid_value")
     if isinstance(error, BusyError):
         return busy()
@@ -137,7 +150,7 @@ def _path(location: Sequence[int | str]) -> str:
     path = ""
     for part in kept:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path
+    return _cut(path)
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
@@ -150,8 +163,7 @@ def _of_validation(error: RequestValidationError) -> ApiError:
         f"{place or 'the body'}: {' or: '.join(dict.fromkeys(messages))}"
         for place, messages in problems.items()
     ]
-    message = "; ".join(lines[:_MOST_PROBLEMS])
-    return ApiError(400, message, param=next(iter(problems)) or None, code="invalid_value")
+    return ApiError(400, _listed(lines), param=next(iter(problems)) or None, code="invalid_value")
 
 
 def install(app: FastAPI) -> None:
@@ -169,8 +181,8 @@ def install(app: FastAPI) -> None:
         if isinstance(error.__cause__, ApiError):  # FastAPI wraps what comes of reading a body
             return told(request, error.__cause__)
         messages = {
-            404: f"There is nothing at {request.url.path}.",
-            405: f"{request.method} is not allowed at {request.url.path}.",
+            404: f"There is nothing at {_cut(request.url.path)}.",
+            405: f"{_cut(request.method)} is not allowed at {_cut(request.url.path)}.",
             400: "The body cannot be read: it is no valid JSON, or nested too deeply.",
         }
         message = messages.get(error.status_code, str(error.detail))

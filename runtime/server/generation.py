@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.request import Scheduling
@@ -16,6 +17,12 @@ from nemo_build.runtime.server.metrics import Metrics
 from nemo_build.runtime.stopping import FinishReason
 
 __all__ = ["Asked", "Usage", "generate", "seed_of"]
+
+_ONE_BY_ONE = 2
+"""Answers to one prompt that begin one after the other."""
+
+_LEAST_SECONDS = 1e-3
+"""Of an answer whose time was up before it began; it has to have some."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,10 @@ async def generate(
 ) -> AsyncGenerator[tuple[int, list[Piece]], None]:
     """The pieces of all answers as they come: an answer's index, and all that is there of it.
 
+    Where prefixes are cached, the first two answers to a prompt begin one after the other, and the rest when the second
+    has its first token: the cache keeps the state that they need when it sees a prompt for the second time. Answers to
+    one prompt share the object.
+
     Closing the generator ends what still runs. Errors are those of :meth:`Backend.stream`; one ends all answers.
     """
     if len(asked) == 1:
@@ -98,10 +109,20 @@ async def generate(
         return
     queue: asyncio.Queue[tuple[int, list[Piece] | None]] = asyncio.Queue()
 
+    # Without a cache nothing is ever looked up, and there is nothing to wait for.
+    turns = _turns(asked) if backend.statistics().cache.queries else [(None, None)] * len(asked)
+
     async def run(index: int) -> None:
-        async with aclosing(_batches(backend, metrics, asked[index])) as batches:
-            async for pieces in batches:
-                queue.put_nowait((index, pieces))
+        behind, begun = turns[index]
+        try:
+            async with aclosing(_batches(backend, metrics, asked[index], behind)) as batches:
+                async for pieces in batches:
+                    queue.put_nowait((index, pieces))
+                    if begun is not None:
+                        begun.set()
+        finally:
+            if begun is not None:
+                begun.set()
 
     tasks = [asyncio.create_task(run(i)) for i in range(len(asked))]
     for i, task in enumerate(tasks):
@@ -121,14 +142,34 @@ async def generate(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _batches(backend: Backend, metrics: Metrics, asked: Asked) -> AsyncGenerator[list[Piece], None]:
-    """An answer's pieces, those together that are there together."""
-    stream = backend.stream(
-        asked.prompt, asked.params, asked.scheduling, skip_special_tokens=asked.skip_special_tokens
-    )
+def _turns(asked: Sequence[Asked]) -> list[tuple[asyncio.Event | None, asyncio.Event | None]]:
+    """Of each answer: behind which event it begins, and which it sets when it has its first token."""
+    known: dict[int, list[asyncio.Event]] = {}  # by the prompt
+    turns = []
+    for one in asked:
+        events = known.setdefault(id(one.prompt), [])
+        behind = events[-1] if events else None
+        own = None
+        if len(events) < _ONE_BY_ONE:
+            own = asyncio.Event()
+            events.append(own)
+        turns.append((behind, own))
+    return turns
+
+
+async def _batches(
+    backend: Backend, metrics: Metrics, asked: Asked, behind: asyncio.Event | None = None
+) -> AsyncGenerator[list[Piece], None]:
+    """An answer's pieces, those together that are there together; none before `behind` is set."""
     timer = metrics.start(asked.params.max_tokens)
     reason: FinishReason | None = FinishReason.CANCELLED
     try:
+        scheduling = asked.scheduling
+        if behind is not None:
+            scheduling = await _waited(behind, scheduling)
+        stream = backend.stream(
+            asked.prompt, asked.params, scheduling, skip_special_tokens=asked.skip_special_tokens
+        )
         async with aclosing(stream):
             pieces: list[Piece] = []
             async for piece in stream:
@@ -148,3 +189,14 @@ async def _batches(backend: Backend, metrics: Metrics, asked: Asked) -> AsyncGen
         raise
     finally:
         timer.finish(reason)
+
+
+async def _waited(behind: asyncio.Event, scheduling: Scheduling) -> Scheduling:
+    """What is asked of the scheduler when an event is set: what was asked now, with less time."""
+    if scheduling.timeout is None:
+        await behind.wait()
+        return scheduling
+    start = time.monotonic()
+    await behind.wait()
+    left = scheduling.timeout - (time.monotonic() - start)
+    return replace(scheduling, timeout=max(left, _LEAST_SECONDS))

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands before every route: keys, sizes, room, and the end of the server."""
+"""What stands before every route: keys, origins, sizes, room, and the end of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,9 +53,12 @@ class Gate:
         self._tasks: set[asyncio.Task[object]] = set()
 
     def check(self, answers: int) -> None:
-        """Raise ApiError if there is no room for some answers, or nothing new may come."""
+        """Raise ApiError if there is no room for some answers, or never can be, or nothing new may come."""
         if self.draining:
             raise unavailable("The server is shutting down.")
+        if answers > self._most:
+            message = f"This server takes {self._most} answers at a time; the request asks for {answers}."
+            raise ApiError(400, message, param="n", code="invalid_value")
         if self.active + answers > self._most:
             raise busy()
 
@@ -95,13 +100,16 @@ class Gate:
 
 
 class Edge:
-    """Checks keys and sizes, gives every request an id, and writes a line about it.
+    """Checks keys, origins and sizes, gives every request an id, and writes a line about it.
 
     It is a plain ASGI application around another.
 
     Args:
         app: The application.
         keys: Keys of which a request must have one; none: it needs none.
+        origins: Web pages that may call although they are not of this machine, where `is_local`; ``*``: any.
+        is_local: The server listens on the loopback address only. Without keys, pages of other hosts are refused
+            then: to a browser, a name that leads to that address makes them pages of the server itself.
         most_bytes: Of a body.
         count_error: Told the status of every answer that is an error.
         paths: Gives the paths that there are.
@@ -112,13 +120,16 @@ class Edge:
         app: ASGIApp,
         *,
         keys: Sequence[str],
+        origins: Collection[str],
+        is_local: bool,
         most_bytes: int,
         count_error: Callable[[int], None],
         paths: Callable[[], Collection[str]],
     ) -> None:
         self._app, self._count_error, self._paths = app, count_error, paths
         self._keys = [key.encode() for key in keys]
-        self._most_bytes = most_bytes
+        self._most_bytes, self._origins = most_bytes, frozenset(origins)
+        self._checks_origins = is_local and not keys and "*" not in origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -150,6 +161,7 @@ class Edge:
 
     async def _serve(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         try:
+            self._check_origin(headers)
             self._check_key(scope, headers)
             body = await self._body(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
         except ApiError as error:
@@ -165,6 +177,16 @@ class Edge:
             if record.status:  # an answer that has begun can only be cut off
                 raise
             await told.response()(scope, receive, send)
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if not self._checks_origins or origin is None or origin in self._origins or _is_local(origin):
+            return
+        message = (
+            f"Web pages of {origin[:200]!r} may not call this server, which has no keys and is for this machine. "
+            "`--cors-origin` names those that may."
+        )
+        raise ApiError(403, message, code="origin_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         path: str = scope["path"]
@@ -205,6 +227,15 @@ class Edge:
     def _too_large(self) -> ApiError:
         message = f"The body is larger than {self._most_bytes} bytes, which is all this server takes."
         return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+def _is_local(origin: str) -> bool:
+    """Whether an origin is a page of this machine. Names of others may lead here, so only its own count."""
+    try:
+        host = urlsplit(origin).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_build.runtime.chat import Content, Delta, Reasoning, ToolCallStart
 
-__all__ = ["Items"]
+__all__ = ["Event", "Items"]
 
 Event = tuple[str, dict[str, Any]]
 """Its type, and its members but for type and number."""
@@ -28,19 +28,19 @@ class Items:
         self._is_open = False
         self._parts: list[str] = []  # of the text of the open item
 
-    def take(self, deltas: Sequence[Delta], logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+    def take(self, deltas: Sequence[Delta], logprobs: Sequence[list[Any]] = ()) -> Iterator[Event]:
         """Add what is new; the events that tell of it.
 
         Args:
             deltas: What is new.
-            logprobs: Of the tokens of text that came with it.
+            logprobs: Of the tokens of each delta that is content.
         """
+        told = iter(logprobs)
         for delta in deltas:
             if isinstance(delta, Reasoning):
                 yield from self._add_text("reasoning", delta.text)
             elif isinstance(delta, Content):
-                yield from self._add_text("message", delta.text, list(logprobs))
-                logprobs = ()
+                yield from self._add_text("message", delta.text, next(told, []))
             elif isinstance(delta, ToolCallStart):
                 yield from self._close()
                 yield from self._add(_call(delta))

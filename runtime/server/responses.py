@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,14 +16,17 @@ from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
-from nemo_build.runtime.server.answers import Answers, Choice, logprobs_content, shown_logprobs
+from nemo_build.runtime.chat import Delta
+from nemo_build.runtime.server.answers import Answers, Choice, logprobs_content
 from nemo_build.runtime.server.asking import check_model, log_unknown, span_of
 from nemo_build.runtime.server.chat import Conversation, asked_of, prepare
 from nemo_build.runtime.server.context import ServerContext
-from nemo_build.runtime.server.errors import ApiError, JsonResponse, as_api_error
+from nemo_build.runtime.server.errors import ApiError, JsonResponse
+from nemo_build.runtime.server.generation import Asked
 from nemo_build.runtime.server.record import Record
 from nemo_build.runtime.server.response_input import messages_of
-from nemo_build.runtime.server.response_output import Items
+from nemo_build.runtime.server.response_logprobs import ContentLogprobs
+from nemo_build.runtime.server.response_output import Event, Items
 from nemo_build.runtime.server.schemas.chat import ChatRequest
 from nemo_build.runtime.server.schemas.responses import ResponsesRequest
 from nemo_build.runtime.server.sse import EventStream, until_gone
@@ -45,14 +48,19 @@ def routes(server: ServerContext) -> APIRouter:
         server.gate.check(1)
         record: Record = request.state.record
         record.span = span_of("chat", body, request, server)
-        chat = _chat(body)
-        conversation = await asyncio.to_thread(prepare, chat, server)
-        response = _Response(body, chat, conversation, server, record)
+        conversation, asked = await asyncio.to_thread(_prepare, body, server)
+        response = _Response(body, conversation, asked, server, record)
         if body.stream:
-            return await EventStream(response.events()).begin(request.receive)
+            return await EventStream(response.events(), response.failure).begin(request.receive)
         return JsonResponse(await until_gone(request.receive, response.whole()))
 
     return router
+
+
+def _prepare(body: ResponsesRequest, server: ServerContext) -> tuple[Conversation, list[Asked]]:
+    chat = _chat(body)
+    conversation = prepare(chat, server)
+    return conversation, asked_of(chat, conversation, server)
 
 
 def _chat(body: ResponsesRequest) -> ChatRequest:
@@ -77,13 +85,14 @@ class _Response:
     def __init__(
         self,
         body: ResponsesRequest,
-        chat: ChatRequest,
         conversation: Conversation,
+        asked: list[Asked],
         server: ServerContext,
         record: Record,
     ) -> None:
         self._id = f"resp_{secrets.token_hex(12)}"
-        asked, choice = asked_of(chat, conversation, server), Choice(0, conversation.parser())
+        self._told = None if asked[0].params.logprobs is None else ContentLogprobs()
+        choice = Choice(0, conversation.parser(), self._told)
         self._answers = Answers(server, record, self._id, asked, [choice])
         self._choice, self._tokenizer = choice, server.backend.tokenizer
         self._items = Items()
@@ -99,43 +108,44 @@ class _Response:
     async def whole(self) -> dict[str, Any]:
         """Everything at once, when it is done."""
         async with aclosing(self._answers.steps()) as steps:
-            async for _, pieces, deltas in steps:
-                told = logprobs_content(shown_logprobs(pieces), self._tokenizer)
-                for _ in self._items.take(deltas, told):
+            async for _, _, deltas in steps:
+                for _ in self._taken(deltas):
                     pass
-        for _ in self._items.finish(complete=self._is_complete):
+        for _ in self._finished():
             pass
         return self._state(self._status)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """As server-sent events."""
-        steps = self._answers.steps()
-        begun = False
-        try:
-            async with aclosing(steps):
-                async for _, pieces, deltas in steps:
-                    told = logprobs_content(shown_logprobs(pieces), self._tokenizer)
-                    found = []
-                    if not begun:
-                        begun, state = True, {"response": self._state("in_progress")}
-                        found = [
-                            self._event(f"response.{kind}", state) for kind in ("created", "in_progress")
-                        ]
-                    found += [self._event(*event) for event in self._items.take(deltas, told)]
-                    if found:
-                        yield b"".join(found)
-        except Exception as error:
-            if not begun:
-                raise
-            told_error = as_api_error(error)
-            failed = self._state("failed") | {
-                "error": {"code": "server_error", "message": told_error.message}
-            }
-            yield self._event("response.failed", {"response": failed})
-            return
-        last = [self._event(*event) for event in self._items.finish(complete=self._is_complete)]
+        async with aclosing(self._answers.steps()) as steps:
+            async for _, _, deltas in steps:
+                found = self._begin()
+                found += [self._event(*event) for event in self._taken(deltas)]
+                if found:
+                    yield b"".join(found)
+        last = [self._event(*event) for event in self._finished()]
         last.append(self._event(f"response.{self._status}", {"response": self._state(self._status)}))
         yield b"".join(last)
+
+    def failure(self, error: ApiError) -> bytes:
+        """The events that end a response which an error has ended."""
+        told = {"code": "server_error", "message": error.message}
+        failed = {"response": self._state("failed") | {"error": told}}
+        return b"".join([*self._begin(), self._event("response.failed", failed)])
+
+    def _begin(self) -> list[bytes]:
+        """The events that come before all others."""
+        if self._number:
+            return []
+        state = {"response": self._state("in_progress")}
+        return [self._event(f"response.{kind}", state) for kind in ("created", "in_progress")]
+
+    def _taken(self, deltas: Sequence[Delta]) -> Iterator[Event]:
+        parts = [] if self._told is None else self._told.parts
+        return self._items.take(deltas, [logprobs_content(found, self._tokenizer) for found in parts])
+
+    def _finished(self) -> Iterator[Event]:
+        return self._items.finish(complete=self._is_complete and not self._choice.is_call_cut)
 
     @property
     def _is_complete(self) -> bool:

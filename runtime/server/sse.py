@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -76,14 +76,17 @@ class EventStream(Response):
 
     Args:
         events: Whole events in bytes. An exception becomes an event, and the last one.
+        failure: Makes that event.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], failure: Callable[[ApiError], bytes] = error_event
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._failure = events, failure
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[None] = loop.create_future()
         self._send: asyncio.Future[Send] = loop.create_future()
@@ -134,7 +137,7 @@ class EventStream(Response):
         if error is not None:
             told = as_api_error(error)
             record.error = told.code or "error"
-            await send(_body(error_event(told)))
+            await send(_body(self._failure(told)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _run(self) -> None:

@@ -24,7 +24,14 @@ from nemo_build.runtime.params import SamplingParams
 from nemo_build.runtime.prefix_cache import PrefixCacheStatistics
 from nemo_build.runtime.request import Scheduling
 from nemo_build.runtime.scheduler import SchedulerStatistics
-from nemo_build.runtime.server.backend import BusyError, Piece, Statistics
+from nemo_build.runtime.server.backend import (
+    PROBE_PRIORITY,
+    PROBE_SECONDS,
+    BusyError,
+    Piece,
+    Statistics,
+    probe_params,
+)
 from nemo_build.runtime.speculation.acceptance import Acceptance
 from nemo_build.runtime.stopping import FinishReason
 from nemo_build.runtime.tokenizer import Tokenizer
@@ -47,10 +54,6 @@ _SLOW = 60.0
 
 _FIRST = 10.0
 """Seconds that are waited for the first report; it is asked for again and again after that."""
-
-_PROBE_SECONDS = 60.0
-_PROBE_PRIORITY = 1000
-"""A probe is to be answered when all slots are taken, too."""
 
 _Kind = TypeVar("_Kind")
 
@@ -159,7 +162,7 @@ class TritonBackend:
             await pieces.aclose()
 
     async def check(self) -> None:
-        params = replace(self.default_params, max_tokens=1, temperature=0.0)
+        params = probe_params(self.default_params)
         known = (self.tokenizer.bos_id, self.tokenizer.eos_id)
         token = next((t for t in known if t is not None), 0)
         if self._is_other:
@@ -167,7 +170,7 @@ class TritonBackend:
         try:
             # If the token is not there in time, that the request ends shows that the server works.
             async for _ in self._client.stream(
-                [token], params, timeout=_PROBE_SECONDS, priority=_PROBE_PRIORITY
+                [token], params, timeout=PROBE_SECONDS, priority=PROBE_PRIORITY
             ):
                 pass
         except TritonError as error:

@@ -7,21 +7,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_build.runtime.server.schemas.common import Body, Sampling
+from nemo_build.runtime.server.schemas.common import MOST_ITEMS, MOST_TOOLS, Body, Items, Sampling, ShortText
 
-__all__ = ["ChatRequest", "FunctionTool", "Message", "NamedChoice"]
+__all__ = ["ChatRequest", "FunctionTool", "Message", "Messages", "NamedChoice", "Tools"]
+
+_Objects = Annotated[Items[dict[str, Any]], Field(max_length=MOST_TOOLS)]
 
 
 class Message(Body):
     """A message. What is in it is checked by the template, which tells all problems at once."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
+    content: str | _Objects | None = None
+    name: ShortText | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
+    tool_calls: _Objects | None = None
+    tool_call_id: ShortText | None = None
 
 
 class Function(Body):
@@ -40,10 +42,17 @@ class FunctionTool(Body):
     function: Function
 
 
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=MOST_ITEMS)]
+"""A conversation."""
+
+Tools = Annotated[Items[FunctionTool], Field(max_length=MOST_TOOLS)]
+"""The tools of a request."""
+
+
 class FunctionName(Body):
     """Which function."""
 
-    name: str
+    name: ShortText
 
 
 class NamedChoice(Body):
@@ -56,7 +65,7 @@ class NamedChoice(Body):
 class Reasoning(Body):
     """``reasoning``, as some clients say it."""
 
-    effort: str | None = None
+    effort: ShortText | None = None
     enabled: bool | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
 
@@ -76,14 +85,14 @@ class Nvext(Body):
 class ChatRequest(Sampling):
     """The body of a chat request."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: ShortText | None = None
     reasoning: Reasoning | None = None
     enable_thinking: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None

@@ -7,18 +7,30 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from nemo_build.runtime.server.schemas.chat import FunctionTool, Message
-from nemo_build.runtime.server.schemas.common import Body, Sampling
+from nemo_build.runtime.server.schemas.chat import Messages, Tools
+from nemo_build.runtime.server.schemas.common import (
+    MOST_ANSWERS,
+    MOST_TOKENS,
+    Body,
+    Items,
+    Sampling,
+    ShortText,
+)
 
 __all__ = ["CompletionRequest", "DetokenizeRequest", "TokenizeRequest"]
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[Items[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MOST_TOKENS)]
 
 
 class CompletionRequest(Sampling):
     """The body of a completion request."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str
+        | Annotated[Items[str], Field(max_length=MOST_ANSWERS)]
+        | _TokenIds
+        | Annotated[Items[_TokenIds], Field(max_length=MOST_ANSWERS)]
+    )
     suffix: str | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -30,10 +42,10 @@ class CompletionRequest(Sampling):
 class TokenizeRequest(Body):
     """A text, or a conversation."""
 
-    model: str | None = None
+    model: ShortText | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[FunctionTool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -44,5 +56,5 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Token ids."""
 
-    model: str | None = None
-    tokens: list[TokenId]
+    model: ShortText | None = None
+    tokens: _TokenIds

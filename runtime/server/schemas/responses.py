@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_build.runtime.server.schemas.chat import ChatRequest
-from nemo_build.runtime.server.schemas.common import Body, Sampling
+from nemo_build.runtime.server.schemas.common import MOST_ITEMS, MOST_TOOLS, Body, Items, Sampling, ShortText
 
 __all__ = ["ResponsesRequest"]
 
@@ -17,7 +17,7 @@ class TextFormat(Body):
     """``text.format``."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: ShortText | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -33,7 +33,7 @@ class ResponseTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
+    name: ShortText
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -43,32 +43,32 @@ class ResponseChoice(Body):
     """``tool_choice`` that names a function."""
 
     type: Literal["function"]
-    name: str
+    name: ShortText
 
 
 class ResponseReasoning(Body):
     """``reasoning``."""
 
-    effort: str | None = None
-    summary: str | None = None
+    effort: ShortText | None = None
+    summary: ShortText | None = None
 
 
 class ResponsesRequest(Sampling):
     """The body of a request for a response. Nothing is stored, so nothing that is can be referred to."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=MOST_ITEMS)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Annotated[Items[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: ResponseReasoning | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[str] | None = None
+    include: Annotated[Items[ShortText], Field(max_length=64)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
+    previous_response_id: ShortText | None = None
+    conversation: ShortText | dict[str, Any] | None = None
     background: bool | None = None
     enable_thinking: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
