@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling options that ``generate`` and ``chat`` share."""
+"""Options that verbs share: of sampling, of speculation, and of opening an engine for a server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from nemo_build.cli._console import byte_size
 
 if TYPE_CHECKING:
     from nemo_build.runtime.params import SamplingParams
@@ -61,6 +63,30 @@ def speculation_options(function: _Command) -> _Command:
     ):
         function = option(function)
     return function
+
+
+_SERVING = (
+    click.option("--max-sequences", type=int, help="Sequences at a time  [default: the engine's]"),
+    click.option("--max-context", type=int, help="Positions a sequence  [default: the engine's]"),
+    click.option(
+        "--prefix-cache",
+        default="0",
+        callback=byte_size,
+        show_default=True,
+        metavar="SIZE",
+        help="Memory for what common beginnings of prompts lead to, for example 2G.",
+    ),
+    click.option(
+        "--token-budget", type=click.IntRange(1), default=512, show_default=True, help="Positions of a step."
+    ),
+)
+
+
+def serving_options(function: _Command) -> _Command:
+    """Add what servers open an engine with, speculation included; names are those of :meth:`Engine.load`."""
+    for option in reversed(_SERVING):
+        function = option(function)
+    return speculation_options(function)
 
 
 def acceptance_text(acceptance: Acceptance) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nemo_build.cli._console import byte_size
-from nemo_build.cli._sampling import speculation_options
+from nemo_build.cli._sampling import serving_options
 from nemo_build.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,17 +35,7 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
     metavar="NAME",
     help="What the model is called; may be given several times  [default: the engine's directory]",
 )
-@speculation_options
-@click.option("--max-sequences", type=int, help="Sequences at a time  [default: the engine's]")
-@click.option("--max-context", type=int, help="Positions a sequence  [default: the engine's]")
-@click.option(
-    "--prefix-cache",
-    default="0",
-    callback=byte_size,
-    show_default=True,
-    metavar="SIZE",
-    help="Memory for what common beginnings of prompts lead to, for example 2G.",
-)
+@serving_options
 @click.option("--threads", type=click.IntRange(1), help="CPU threads  [default: all]")
 @click.option(
     "--api-key", "keys", multiple=True, metavar="KEY", help="Requests need it; may be given several times."

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nemo_build.cli._console import byte_size, force_option
-from nemo_build.cli._sampling import speculation_options
+from nemo_build.cli._console import force_option
+from nemo_build.cli._sampling import serving_options
 from nemo_build.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,18 +22,7 @@ _IMAGE = "nvcr.io/nvidia/tritonserver:25.12-py3"
 @click.command()
 @click.argument("engine", type=click.Path(path_type=Path), required=False)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Directory of the model repository.")
-@speculation_options
-@click.option("--max-sequences", type=int, help="Sequences at a time  [default: the engine's]")
-@click.option("--max-context", type=int, help="Positions a sequence  [default: the engine's]")
-@click.option(
-    "--prefix-cache",
-    default="0",
-    callback=byte_size,
-    show_default=True,
-    metavar="SIZE",
-    help="Memory for what common beginnings of prompts lead to, for example 2G.",
-)
-@click.option("--token-budget", type=click.IntRange(1), help="Positions of a step  [default: 512]")
+@serving_options
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of each model  [default: all]")
 @click.option(
     "--max-waiting", type=click.IntRange(1), default=256, show_default=True, help="Requests that may wait."
@@ -109,14 +98,11 @@ def _render(
     add_version: bool,
     force: bool,
     max_waiting: int,
-    token_budget: int | None,
     **options: Any,
 ) -> Rendered:
     from nemo_build.runtime.opening import Options
     from nemo_build.triton_repo import render
 
-    if token_budget is not None:
-        options["token_budget"] = token_budget
     ways: dict[str, Any] = {"in_process": in_process, "reference": reference, "most_waiting": max_waiting}
     if not add_version:
         return render.render(engine, out, Options(**options), **ways, force=force)
