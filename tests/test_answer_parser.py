@@ -225,9 +225,9 @@ def test_time_is_linear(beginning: str, piece: str) -> None:
         deltas_of((text[i : i + by] for i in range(0, len(text), by)), thinking=True, tools=TOOLS)
         return time.process_time() - start
 
-    # Ten times what it takes on one core of a server; quadratic time would be minutes.
-    assert seconds(_LONG, _LONG) < 0.5
-    assert seconds(_LONG, 1) < 3
+    # Tens of times what it takes; quadratic time would be minutes.
+    assert seconds(_LONG, _LONG) < 10
+    assert seconds(_LONG, 1) < 30
 
 
 def test_pieces_are_not_glued_one_by_one() -> None:

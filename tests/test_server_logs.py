@@ -214,8 +214,9 @@ def test_tasks_have_ids_of_their_own(monkeypatch):
 
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "ERROR"])
 def test_uvicorn_writes_in_the_same_form_and_no_access_lines(monkeypatch, level):
-    """With a real server: a path with a key in its query, and headers."""
+    """With a real server: a path with a key in its query, and headers; whatever was configured before."""
     uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    logging.config.dictConfig(uvicorn.config.LOGGING_CONFIG)
 
     async def app(scope, receive, send) -> None:
         assert scope["type"] == "http"

@@ -107,8 +107,8 @@ def configuration(form: LogFormat, level: str = "INFO") -> dict[str, Any]:
         },
         "root": {"level": others if others != "INFO" else "WARNING", "handlers": ["stderr"]},
         "loggers": {
-            "nemo_build": {"level": level},
-            "uvicorn": {"level": others},
+            "nemo_build": {"level": level, "propagate": True},
+            "uvicorn": {"level": others, "propagate": True},  # which uvicorn's own configuration turns off
             "uvicorn.access": {"handlers": [], "propagate": False},
         },
     }
