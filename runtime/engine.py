@@ -140,8 +140,7 @@ class Engine:
     @property
     def default_params(self) -> SamplingParams:
         """The checkpoint's own sampling defaults (``generation_config.json``)."""
-        wanted = {name: getattr(self.spec.generation, name) for name in ("temperature", "top_p", "top_k")}
-        return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
+        return SamplingParams.of_checkpoint(self.spec.generation)
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, **kwargs: Any

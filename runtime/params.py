@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from nemo_build.errors import RequestError
+from nemo_build.spec import GenerationDefaults
 
 __all__ = ["Grammar", "SamplingParams", "Thinking"]
 
@@ -211,6 +212,12 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(int(self.top_k), 0))
         object.__setattr__(self, "grammar", grammar)
         object.__setattr__(self, "thinking", thinking)
+
+    @classmethod
+    def of_checkpoint(cls, defaults: GenerationDefaults) -> SamplingParams:
+        """What a checkpoint says of sampling; the rest as above."""
+        wanted = {name: getattr(defaults, name) for name in ("temperature", "top_p", "top_k")}
+        return cls(**{name: value for name, value in wanted.items() if value is not None})
 
     def _check_stops(self) -> list[str]:
         problems = []

@@ -158,6 +158,11 @@ class Tokenizer:
             table[i] = token.content.encode()
         return table
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token, which tells of a text how many tokens it has at least."""
+        return max(map(len, self._table), default=0)
+
     @property
     def vocab_size(self) -> int:
         """One more than the greatest id; a model's logits may be wider."""

@@ -125,8 +125,7 @@ class Front:
         """Open the engine; if that fails, everybody who has asked so far is told."""
         try:
             engine = self._connect()
-            table = engine.tokenizer
-            longest = max(len(table.token_bytes(i)) for i in range(table.vocab_size))
+            longest = engine.tokenizer.longest_token
         except Exception as error:
             traceback.print_exc()
             with self._work:

@@ -36,7 +36,9 @@ __all__ = [
     "finish_name",
     "is_end",
     "least_logprob",
+    "logprobs_content",
     "nemo_member",
+    "shown_logprobs",
     "token_text",
 ]
 

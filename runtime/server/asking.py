@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from nemo_build.runtime.request import Scheduling
 from nemo_build.runtime.server.backend import PROBE_PRIORITY
 from nemo_build.runtime.server.context import ServerContext
 from nemo_build.runtime.server.errors import ApiError, as_api_error
+from nemo_build.runtime.server.schemas.chat import ChatRequest
 from nemo_build.runtime.server.schemas.common import Body, ResponseFormat, Sampling
+from nemo_build.runtime.server.schemas.completions import TokenizeRequest
 from nemo_build.runtime.server.tracing import RequestSpan
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "log_unknown",
     "output_grammar",
     "own_variables",
+    "rendered",
     "sampling_params",
     "scheduling_of",
     "span_of",
@@ -206,6 +209,38 @@ def _response_format(wanted: ResponseFormat) -> Grammar:
     return Grammar("json_schema", json.dumps(wanted.json_schema.schema_))
 
 
+def rendered(
+    server: ServerContext,
+    body: ChatRequest | TokenizeRequest,
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> str:
+    """The text of a conversation.
+
+    Args:
+        server: Whose template is used.
+        body: Has the messages, and says how the text ends.
+        tools: What of its tools is shown.
+        variables: What the template is told besides.
+
+    Raises:
+        ApiError: The messages are invalid.
+    """
+    continues = body.continue_final_message is True
+    try:
+        return server.backend.template.render(
+            [m.model_dump(exclude_unset=True) for m in body.messages or ()],
+            tools=tools or None,
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continue_final_message=continues,
+            **variables,
+        )
+    except RequestError as error:
+        raise as_api_error(error, "messages") from error
+    except RecursionError:
+        raise ApiError(400, "The messages are nested too deeply.", param="messages") from None
+
+
 def encode(server: ServerContext, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
     """The tokens of a prompt.
 
@@ -213,7 +248,7 @@ def encode(server: ServerContext, text: str, param: str, *, add_special_tokens: 
         ApiError: It is too long, which is found out before much work is done, or no Unicode.
     """
     context = server.backend.context
-    least = len(text.encode("utf-8", "surrogatepass")) // server.longest_token
+    least = len(text.encode("utf-8", "surrogatepass")) // server.backend.tokenizer.longest_token
     if least > context:
         raise _too_long(context, f"at least {least}", param)
     try:

@@ -24,6 +24,7 @@ from nemo_build.runtime.server.asking import (
     log_unknown,
     output_grammar,
     own_variables,
+    rendered,
     sampling_params,
     scheduling_of,
     span_of,
@@ -118,19 +119,7 @@ def prepare(body: ChatRequest, server: ServerContext) -> Conversation:
     """
     tools, choice = _tools(body)
     variables = _variables(body, server)
-    continues = body.continue_final_message is True
-    try:
-        text = server.backend.template.render(
-            [m.model_dump(exclude_unset=True) for m in body.messages],
-            tools=tools or None,
-            add_generation_prompt=body.add_generation_prompt is not False and not continues,
-            continue_final_message=continues,
-            **variables,
-        )
-    except RequestError as error:
-        raise as_api_error(error, "messages") from error
-    except RecursionError:
-        raise ApiError(400, "The messages are nested too deeply.", param="messages") from None
+    text = rendered(server, body, tools, variables)
     prompt = encode(server, text, "messages")
     thinking = opens_thinking(text)
     most = fit(server.backend.context, len(prompt), "messages")

@@ -19,9 +19,9 @@ from starlette.responses import Response
 from nemo_build.runtime.sampling import TokenLogprobs
 from nemo_build.runtime.server.answers import (
     finish_name,
-    is_end,
     least_logprob,
     nemo_member,
+    shown_logprobs,
     token_text,
 )
 from nemo_build.runtime.server.asking import (
@@ -198,8 +198,8 @@ class _Completion:
                     if reason is not None:
                         name = self._texts[index].finish = finish_name(reason)
                         self._record.finish.append(name)
-                    found = [p.logprobs for p in pieces if p.logprobs is not None and not is_end(p)]
-                    yield index, "".join([p.text for p in pieces]), found, pieces
+                    text = "".join([p.text for p in pieces])
+                    yield index, text, shown_logprobs(pieces), pieces
 
     async def whole(self) -> dict[str, Any]:
         """Everything at once, when it is done."""

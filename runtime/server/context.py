@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from nemo_build import __version__
 from nemo_build.runtime.server.backend import Backend
@@ -81,12 +80,6 @@ class ServerContext:
             f"fp_{digest}",
             open_tracing(),
         )
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Bytes of the longest token, which tells of a text how many tokens it has at least."""
-        tokenizer = self.backend.tokenizer
-        return max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
 
     @property
     def name(self) -> str:

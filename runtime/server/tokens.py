@@ -8,11 +8,10 @@ import asyncio
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nemo_build.errors import RequestError
 from nemo_build.runtime.server.answers import token_text
-from nemo_build.runtime.server.asking import check_model, encode, log_unknown, own_variables
+from nemo_build.runtime.server.asking import check_model, encode, log_unknown, own_variables, rendered
 from nemo_build.runtime.server.context import ServerContext
-from nemo_build.runtime.server.errors import ApiError, JsonResponse, as_api_error
+from nemo_build.runtime.server.errors import ApiError, JsonResponse
 from nemo_build.runtime.server.schemas.common import MOST_TOKENS
 from nemo_build.runtime.server.schemas.completions import DetokenizeRequest, TokenizeRequest
 from nemo_build.runtime.server.strict import StrictRoute
@@ -65,15 +64,6 @@ def _encode(body: TokenizeRequest, server: ServerContext) -> list[int]:
     special = body.add_special_tokens
     if body.prompt is not None:
         return encode(server, body.prompt, "prompt", add_special_tokens=special is not False)
-    try:
-        continues = body.continue_final_message is True
-        text = server.backend.template.render(
-            [m.model_dump(exclude_unset=True) for m in body.messages or ()],
-            tools=[t.model_dump(exclude_unset=True) for t in body.tools or ()] or None,
-            add_generation_prompt=body.add_generation_prompt is not False and not continues,
-            continue_final_message=continues,
-            **own_variables(body.chat_template_kwargs),
-        )
-    except RequestError as error:
-        raise as_api_error(error, "messages") from error
+    tools = [t.model_dump(exclude_unset=True) for t in body.tools or ()]
+    text = rendered(server, body, tools, own_variables(body.chat_template_kwargs))
     return encode(server, text, "messages", add_special_tokens=special is True)

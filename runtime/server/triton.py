@@ -101,8 +101,7 @@ class TritonBackend:
     @property
     def default_params(self) -> SamplingParams:
         """What requests take that say nothing else."""
-        wanted = {name: getattr(self.spec.generation, name) for name in ("temperature", "top_p", "top_k")}
-        return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
+        return SamplingParams.of_checkpoint(self.spec.generation)
 
     @cached_property
     def template(self) -> ChatTemplate:
